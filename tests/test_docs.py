@@ -17,7 +17,7 @@ from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
-DOCUMENTS = [README, *sorted((REPOSITORY / "docs").glob("**/*.md")), REPOSITORY / "attmemo" / "adapters" / "README.md"]
+DOCUMENTS = [README, *sorted((REPOSITORY / "docs").glob("**/*.md")), REPOSITORY / "attmemo" / "models" / "README.md"]
 ROOT: Any = typer.main.get_command(app)
 ENDS = {"|", "||", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&"}
 

@@ -61,8 +61,8 @@ def served(answer: Callable[[Tensor, Tensor], Any]) -> Any:
 
 
 def firsts(model: Any) -> int:
-    """Forwards of this thread that gave first rows alone."""
-    return int(model.attmemo.engine.reuse.thread.firsts)
+    """Calls of the blocks that gave first rows alone."""
+    return int(model.attmemo.engine.counters.done.firsts)
 
 
 def logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:

@@ -267,14 +267,14 @@ class TestBeside:
             np.array(STORED), np.full(len(STORED), -1), np.full(sum(STORED), -1, np.int32), beside=some
         )  # fmt: skip
         before = model.attmemo.stats()
-        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})):
+        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})) as forward:
             assert gap(last(model, inputs), last(family.packed, inputs), valid(inputs)) <= NEAR
-        thread = model.attmemo.engine.reuse.thread
-        assert set(thread.beside) == {1, 2, 4}
-        assert not thread.served
+        beside = forward.outcome.beside
+        assert set(beside) == {1, 2, 4}
+        assert not forward.outcome.served
         after = model.attmemo.stats()
-        places = sorted(thread.beside)
-        computed = RowShare.computed(torch.stack([thread.beside[place] for place in places]))
+        places = sorted(beside)
+        computed = RowShare.computed(torch.stack([beside[place] for place in places]))
         asked = {name: value[places] for name, value in inputs.items()}
         spans = Spans([STORED[place] for place in places])
         with model.attmemo.engine.planned(Plan(spans=spans, layers={0: computed})):
@@ -296,16 +296,16 @@ class TestBeside:
             np.array(STORED), np.full(len(STORED), -1), np.full(sum(STORED), -1, np.int32),
             beside={0: Reused(0, np.arange(STORED[0], dtype=np.int32))},
         )  # fmt: skip
-        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})):
+        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})) as forward:
             assert gap(last(model, inputs), last(case.packed, inputs), valid(inputs)) <= NEAR
-        assert not model.attmemo.engine.reuse.thread.beside
+        assert not forward.outcome.beside
 
     def test_hidden_states_of_another_shape_are_computed_anew(self, case: Case) -> None:
         model = case.serve()
         given = RowShare.computed(torch.zeros(2, 3, 4))
-        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: given})):
+        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: given})) as forward:
             assert gap(last(model, case.stored), last(case.packed, case.stored), valid(case.stored)) <= NEAR
-        assert not model.attmemo.engine.reuse.thread.served, "so that a guard learns nothing from it"
+        assert not forward.outcome.served, "so that a guard learns nothing from it"
         assert model.attmemo.stats()["failures"]
 
 

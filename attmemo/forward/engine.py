@@ -29,8 +29,8 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
@@ -42,8 +42,9 @@ from torch import Tensor, nn
 from attmemo.db import Database
 from attmemo.embed.lookup import Found
 from attmemo.errors import AttmemoError
+from attmemo.forward.context import Current, Forward, Given
 from attmemo.forward.plan import Plan
-from attmemo.forward.planning import Given, Planner
+from attmemo.forward.planning import Planner
 from attmemo.forward.reuse import Exact, Reuse
 from attmemo.forward.stats import Counters
 from attmemo.forward.watch import CHANGED, Watch
@@ -59,18 +60,6 @@ _TRAINING = attrgetter("training")
 TRACED = "the model is traced or exported: what is stored would become constants"
 _NO_LOOKUP = Plan("the lookup failed")
 _BY_HAND = Plan("a layer that stands for several was called by hand", eligible=False)
-
-
-class _Forward(threading.local):
-    """State of the forward that this thread runs. Only the plan decides."""
-
-    def __init__(self) -> None:  # called anew in every thread
-        self.given: Given | None = None  # None: no forward of the model runs
-        self.forced: Plan | None = None  # what every eligible forward follows
-        self.plan: Plan | None = None
-        self.last: Found | None = None  # by the lookup of the forward before
-        self.masks: dict[tuple[int, int | None, int, int], tuple[Any, Spans | str]] = {}  # every mask is read once
-        self.turns: Counter[int] = Counter()  # calls of modules that several layers share
 
 
 class Engine:
@@ -98,7 +87,7 @@ class Engine:
         self.adapter, self.layers, self.database, self.reuse = adapter, layers, database, reuse
         self.planner = planner
         self._watch, self._told = watch, False
-        self._forward = _Forward()
+        self.current = Current()
         self._inside: Counter[int] = Counter()  # forwards that run, by thread
         self._counting = threading.Condition()
         self.reset_stats()
@@ -111,11 +100,14 @@ class Engine:
 
         `sites` holds the one layer that the module is, or all layers that share the module.
         """
-        site = sites[0] if len(sites) == 1 else self._turn(sites)
+        forward = self.current.forward
+        if forward is None:  # a layer is called by hand
+            forward = Forward(self.counters)
+        site = sites[0] if len(sites) == 1 else _turn(sites, forward)
         if site is None:
             self.counters.call(0, _BY_HAND, _sequences(args, kwargs))
             return exact(*args, **kwargs)
-        plan, call = self._decide(site, args, kwargs)
+        plan, call = self._decide(forward, site, args, kwargs)
         share = plan.layers.get(site.layer)
         if share is None or call is None or plan.spans is None:
             self.counters.call(site.layer, plan, _sequences(args, kwargs))
@@ -123,11 +115,11 @@ class Engine:
         batch, padded = call.hidden.shape[:2]
         start = perf_counter()
         try:
-            served = self.reuse.serve(site, call, plan.spans, share, self.counters)
+            served = self.reuse.serve(site, call, plan.spans, share, forward)
         except _FAILURES as error:
             failed = Plan(self.reuse.failure)
             if self.reuse.whole:
-                self._forward.plan = failed  # no follower may leave its work to this call
+                forward.plan = failed  # no follower may leave its work to this call
             self.counters.call(site.layer, failed, batch)
             self._failed(site.layer, failed, error, batch if self.reuse.whole else len(share.sequences))
             return exact(*args, **kwargs)
@@ -140,40 +132,42 @@ class Engine:
 
     def follow(self, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a block whose work the first block of this forward has done, or else `exact`."""
-        plan = self._forward.plan
+        forward = self.current.forward
+        plan = None if forward is None else forward.plan
         if plan is None or not plan.layers:
             return exact(*args, **kwargs)
         return args[0] if args else kwargs["hidden_states"]
 
-    def _decide(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Call | None]:
+    def _decide(
+        self, forward: Forward, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Plan, Call | None]:
         """The plan that holds for this call, and the call if it is to be served."""
-        forward = self._forward
         inside, plan = forward.given is not None, forward.plan
         if inside and site.layer == 0 and not self._stays_idle(site, plan):
             plan = forward.plan = None
         if plan is not None and not plan.layers:
             return plan, None
         try:
-            read = self._read(site, args, kwargs)
+            read = self._read(forward, site, args, kwargs)
             if isinstance(read, str):
                 plan = Plan(read, eligible=False)
-                return self._kept(plan) if site.layer == 0 else plan, None
+                return self._kept(forward, plan) if site.layer == 0 else plan, None
             call, spans = read
             if plan is None:
-                plan = forward.forced or self.planner.plan(site.layer, call, spans, forward.given, self.counters)
-                plan = self._kept(plan)
+                plan = forward.forced or self.planner.plan(site.layer, call, spans, forward)
+                plan = self._kept(forward, plan)
         except _FAILURES as error:
             layers = self.layers - site.layer if inside and self.planner.lookup == "sequence" else 1
             self._failed(site.layer, _NO_LOOKUP, error, layers * _sequences(args, kwargs))
-            return self._kept(_NO_LOOKUP), None
+            return self._kept(forward, _NO_LOOKUP), None
         if plan.spans is not None and plan.spans != spans:
             return Plan("the mask differs from the first layer's", eligible=False), None
         return plan, call
 
-    def _kept(self, plan: Plan) -> Plan:
+    def _kept(self, forward: Forward, plan: Plan) -> Plan:
         """The plan, kept for the layers behind if one lookup serves all of them."""
-        if self.planner.lookup == "sequence" and self._forward.given is not None:
-            self._forward.plan = plan
+        if self.planner.lookup == "sequence" and forward.given is not None:
+            forward.plan = plan
         return plan
 
     def _failed(self, layer: int, plan: Plan, error: Exception, sequences: int) -> None:
@@ -184,16 +178,11 @@ class Engine:
 
     # -- reading a call
 
-    def _turn(self, sites: Sequence[Site]) -> Site | None:
-        """Which of the layers that share a module is called; only a forward of the model can count the calls."""
-        forward, key = self._forward, id(sites[0].module)
-        turn = forward.turns[key]
-        forward.turns[key] += 1
-        return sites[turn] if forward.given is not None and turn < len(sites) else None
-
-    def _read(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Spans] | str:
+    def _read(
+        self, forward: Forward, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, Spans] | str:
         """The call and where its valid tokens lie, or the reason why the call must stay exact."""
-        given, modules = self._forward.given, self.reuse.modules(site)
+        given, modules = forward.given, self.reuse.modules(site)
         if any(map(_TRAINING, modules)):
             return "training mode"
         if self._watch.drops(site.layer):
@@ -217,12 +206,11 @@ class Engine:
                 return "gradients are recorded (use torch.inference_mode)"
         if hidden.device.type != "cpu":
             return f"the model is on {hidden.device.type}"
-        spans = self._spans(site.module, call)
+        spans = self._spans(forward, site.module, call)
         return spans if isinstance(spans, str) else (call, spans)
 
-    def _spans(self, module: nn.Module, call: Call) -> Spans | str:
+    def _spans(self, forward: Forward, module: nn.Module, call: Call) -> Spans | str:
         """Where valid tokens lie, or why this is unknown. The layers of a forward get the same mask, or one of two."""
-        forward = self._forward
         batch, padded = int(call.hidden.shape[0]), int(call.hidden.shape[1])
         key = id(call.mask), self.reuse.window(module), batch, padded
         if forward.given is not None and key in forward.masks:
@@ -238,20 +226,25 @@ class Engine:
 
     def begin_forward(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Before a forward of the model; arguments that only the exact path can honour keep all of it exact."""
-        forward = self._forward
-        self._forget()
         with self._counting:
             self._inside[threading.get_ident()] += 1
+        forward = self.current.forward
+        if forward is None:
+            forward = self.current.forward = Forward(self.counters, opened_by_model=True)
+        forward.forget()
+        forward.counters = self.counters
         forward.given = Given(self._refusal(model, given), given)
         if forward.forced is None and forward.given.reason is None:
             forward.plan = self.planner.before()  # if there is one, not even a mask is read
 
     def end_forward(self) -> None:
         """After a forward of the model, or after an error in it."""
-        plan = self._forward.plan
-        self._forward.last = None if plan is None else plan.found  # the plan itself holds masks
-        self._forget()
-        self._forward.given = None
+        forward = self.current.forward
+        if forward is not None:
+            self.current.found = None if forward.plan is None else forward.plan.found  # the plan itself holds masks
+            forward.forget()
+            if forward.opened_by_model:
+                self.current.forward = None
         with self._counting:
             me = threading.get_ident()
             self._inside[me] -= 1
@@ -263,11 +256,6 @@ class Engine:
         """Wait until no other thread is inside a forward of the model. False: it takes longer."""
         with self._counting:
             return self._counting.wait_for(lambda: not self._inside.keys() - {threading.get_ident()}, seconds)
-
-    def _forget(self) -> None:
-        self._forward.plan = None
-        self._forward.masks.clear()
-        self._forward.turns.clear()
 
     def _stays_idle(self, site: Site, plan: Plan | None) -> bool:
         """Whether the plan was made before the first layer, and holds."""
@@ -297,17 +285,15 @@ class Engine:
     @property
     def last_found(self) -> Found | None:
         """What the lookup of this thread's last forward found; None if there was no lookup."""
-        return self._forward.last
+        return self.current.found
 
-    @contextmanager
-    def planned(self, plan: Plan) -> Iterator[None]:
+    def planned(self, plan: Plan) -> AbstractContextManager[Forward]:
         """While inside, every eligible forward of this thread follows this plan (for checks and measurements)."""
-        forward = self._forward
-        forward.forced = plan
-        try:
-            yield
-        finally:
-            forward.forced = None
+        return self.open(forced=plan)
+
+    def open(self, **asked: Any) -> AbstractContextManager[Forward]:
+        """Open the context of this thread's forwards; the arguments are fields of `Forward`."""
+        return self.current.open(self.counters, **asked)
 
     # -- counters
 
@@ -330,6 +316,14 @@ def _in_child(engine: weakref.ref[Engine]) -> None:
     found = engine()
     if found is not None:
         found.leave_to_parent()
+
+
+def _turn(sites: Sequence[Site], forward: Forward) -> Site | None:
+    """Which of the layers that share a module is called; only a forward of the model can count the calls."""
+    key = id(sites[0].module)
+    turn = forward.turns[key]
+    forward.turns[key] += 1
+    return sites[turn] if forward.given is not None and turn < len(sites) else None
 
 
 def _sequences(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from attmemo.embed.lookup import LookupName
+from attmemo.forward.context import Forward
 from attmemo.forward.plan import Plan, Share
-from attmemo.forward.stats import Counters
 from attmemo.models import Call, Spans
 
 BY_HAND = Plan("only forwards of the whole model are looked up", eligible=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """One forward of the model, as its caller made it."""
-
-    reason: str | None  # why the whole forward stays exact
-    arguments: Mapping[str, Any]
 
 
 class Planner(Protocol):
@@ -32,10 +22,10 @@ class Planner(Protocol):
     def before(self) -> Plan | None:
         """A plan that is known before anything is read; None if there is no such plan."""
 
-    def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
+    def plan(self, layer: int, call: Call, spans: Spans, forward: Forward) -> Plan:
         """The plan for this layer and, if one lookup serves all layers, for those behind it.
 
-        `given` is None outside of a forward of the model.
+        `forward.given` is None outside of a forward of the model.
         """
 
     def exact_ms(self, layer: int, batch: int, padded: int) -> float | None:
@@ -54,8 +44,8 @@ class Whole:
     def before(self) -> Plan | None:
         return None
 
-    def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
-        if given is None:
+    def plan(self, layer: int, call: Call, spans: Spans, forward: Forward) -> Plan:
+        if forward.given is None:
             return BY_HAND
         return Plan(spans=spans, layers={layer: _nothing(len(spans.lengths))})
 

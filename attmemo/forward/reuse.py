@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
+from attmemo.forward.context import Forward
 from attmemo.forward.plan import Share
-from attmemo.forward.stats import Counters
 from attmemo.models import Call, Site, Spans
 
 Exact = Callable[..., Any]
@@ -49,8 +49,11 @@ class Reuse(Protocol):
         `given` holds the arguments of the model's forward; None outside of a forward.
         """
 
-    def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Any:
-        """Compute what the served sequences get; changes nothing outside, so that an error costs only time."""
+    def serve(self, site: Site, call: Call, spans: Spans, share: Share, forward: Forward) -> Any:
+        """Compute what the served sequences get.
+
+        Sets the outcome of the forward at the end, and changes nothing else: an error costs only time.
+        """
 
     def join(
         self, site: Site, call: Call, share: Share, served: Any, exact: Exact, arguments: tuple[Any, Any]

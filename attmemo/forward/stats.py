@@ -41,6 +41,7 @@ class Work:
     repeated: int = 0  # of these, answers that the input's own record gave again as they were
     tokens: int = 0
     rows: int = 0  # that were computed
+    firsts: int = 0  # calls that gave first rows alone
     lookup_seconds: float = 0.0
     plan_seconds: float = 0.0
     fetch_seconds: float = 0.0
@@ -84,7 +85,7 @@ class Counters:
                 stats.saved_ms += saved
 
     def work(
-        self, sequences: int, tokens: int, rows: int, *, fetch: float = 0.0, blocks: float = 0.0
+        self, sequences: int, tokens: int, rows: int, *, fetch: float = 0.0, blocks: float = 0.0, first: bool = False
     ) -> None:
         """Work of one call of a stack: its sequences, their tokens, rows computed, and seconds by part.
 
@@ -94,6 +95,7 @@ class Counters:
             self.done.sequences += sequences
             self.done.tokens += tokens
             self.done.rows += rows
+            self.done.firsts += first
             self.done.fetch_seconds += fetch
             self.done.blocks_seconds += blocks
 

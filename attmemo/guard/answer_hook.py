@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from attmemo.forward.engine import Engine
 from attmemo.forward.hooks import Hook
 from attmemo.guard.forward import Guarded
 
@@ -19,12 +18,12 @@ class AnswerHook(Hook):
     A compiled model cannot run its parts again: inside of it nothing is served from a record.
     """
 
-    def __init__(self, owner: object, engine: Engine, model: nn.Module, guarded: Guarded) -> None:
+    def __init__(self, owner: object, model: nn.Module, guarded: Guarded) -> None:
         super().__init__(owner, model)
-        self._engine, self._guarded = engine, guarded
+        self._guarded = guarded
         self._names = tuple(inspect.signature(self.__wrapped__).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
-        return self._guarded(self.__wrapped__, self._names, args, kwargs, self._engine.counters)
+        return self._guarded(self.__wrapped__, self._names, args, kwargs)

@@ -20,7 +20,8 @@ from attmemo.guard.guard import Guard
 from attmemo.kernels.changes import Changes
 from attmemo.system.locking import ThreadLock
 
-Forward = Callable[..., Any]
+Model = Callable[..., Any]
+"""The `forward` of a whole model, head and all."""
 Inputs = tuple[Any, Any]
 """Positional arguments and those by name."""
 
@@ -33,7 +34,7 @@ _IDS: Final = "input_ids"
 class Debt:
     """One answer that was served from a record."""
 
-    forward: Forward
+    forward: Model
     inputs: Inputs  # for this sequence alone
     mask: Tensor | None  # [1, L]
     answer: Answer  # alone

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, Final
 
@@ -27,11 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.forward.batch_slices import has_loss, mask_in, put, shallow, take
+from attmemo.forward.context import Forward, Outcome
+from attmemo.forward.engine import Engine
 from attmemo.forward.row_usage import Observed
-from attmemo.forward.stats import Counters
 from attmemo.guard.answers import Answer, Answers, Read
 from attmemo.guard.confidence import Sureness
-from attmemo.guard.deferred import Batch, Debt, Debts, Forward, batches, stamp_of
+from attmemo.guard.deferred import Batch, Debt, Debts, Model, batches, stamp_of
 from attmemo.guard.guard import Guard
 from attmemo.guard.idle import Idle
 from attmemo.guard.planner import Asking, GuardedPlanner
@@ -39,7 +41,6 @@ from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
 from attmemo.rows.candidate import Offer
 from attmemo.rows.live_store import GrowingRows
-from attmemo.rows.serve import Rows
 from attmemo.system.locking import ThreadLock
 
 _LOG = logging.getLogger("attmemo")
@@ -60,8 +61,8 @@ class Guarded:
     guard : Guard
     answers : Answers
     planner : GuardedPlanner
-    rows : Rows
-        Says whether records could be read.
+    engine : Engine
+        Runs the blocks.
     store : GrowingRows or None
         Keeps what was computed exactly.
     sureness : Sureness
@@ -69,16 +70,15 @@ class Guarded:
     """
 
     def __init__(
-        self, guard: Guard, answers: Answers, planner: GuardedPlanner, rows: Rows, store: GrowingRows | None,
+        self, guard: Guard, answers: Answers, planner: GuardedPlanner, engine: Engine, store: GrowingRows | None,
         sureness: Sureness,
     ) -> None:  # fmt: skip
         self.guard, self.answers, self.planner = guard, answers, planner
-        self._rows, self._store, self.sureness = rows, store, sureness
+        self._engine, self._store, self.sureness = engine, store, sureness
         self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
         self.debts, self.idle = Debts(), Idle(self._pay_some)
         self.rows_afterwards = 0  # computed to verify answers afterwards
         self._paying, self._paid = ThreadLock(), 0.0  # seconds that requests paid, and no forward was charged for
-        self._counters: Counters | None = None  # of the last forward
         self._model: nn.Module | None = None
         self._pad: int | None = None
         self._hooks: list[Any] = []
@@ -103,69 +103,66 @@ class Guarded:
         return 0 if self._model is None or any(self._hooks) else self.debts.room
 
     def __call__(
-        self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
+        self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One forward of the model; `names` are those of its arguments."""
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("labels") is not None:  # a loss is one number for a batch: no part of it can be computed again
             return forward(*args, **kwargs)
-        self._counters = counters
         self.idle.began()
         try:
-            return self._guarded(forward, given, args, kwargs, counters)
+            return self._guarded(forward, given, args, kwargs)
         finally:
             self.idle.ended()
             if self.debts:
                 self.idle.wake()
 
     def _guarded(
-        self, forward: Forward, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-        counters: Counters,
-    ) -> Any:  # fmt: skip
+        self, forward: Model, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
-        thread, start = self._rows.thread, perf_counter()
+        running, start = self._engine.current.forward, perf_counter()
         owes_much = len(self.debts) > OWED or (self.debts and not self.guard.certificate.affords())
-        if owes_much and not self.planner.asked_whole:  # samples make the next answer cheaper
+        if owes_much and not (running is not None and running.whole):  # samples make the next answer cheaper
             self.pay(wait=False)
             self._paid += perf_counter() - start
             start = perf_counter()
-        thread.forget()
-        with self.planner.asking(room=self._room) as asking:
+        asking = Asking(self._room)
+        with self._engine.open(asking=asking) as opened:
             try:
                 output = forward(*args, **kwargs)
             except BaseException:
                 asking.serve_only(set())
-                self._settle(asking, counters)
+                self._settle(asking)
                 raise
-        offers, beside = thread.admitted, thread.beside
-        hidden = self.answers.pooled_from(output) if beside else None
-        gives_out = hidden is not None and thread.last is not None and hidden.is_set_to(thread.last)
-        thread.admitted, thread.beside, thread.last = {}, {}, None
+        done = opened.outcome
+        hidden = self.answers.pooled_from(output) if done.beside else None
+        gives_out = hidden is not None and done.last is not None and hidden.is_set_to(done.last)
         if asking.twice:  # no answer has a margin, and none can be verified
             output = self._whole(forward, inputs, output, asking)
-            self._settle(asking, counters)
+            self._settle(asking)
             return output
-        asking.serve_only(thread.served)  # a record could not be read: an exact answer proves nothing
+        asking.serve_only(done.served)  # a record could not be read: an exact answer proves nothing
         try:
-            return self._checked(forward, inputs, output, mask_in(given), offers, beside, gives_out, asking, counters)
+            return self._checked(forward, inputs, output, mask_in(given), done, gives_out, asking)
         finally:
-            self._settle(asking, counters)
-            self._offer(offers, asking, perf_counter() - start)
+            self._settle(asking)
+            self._offer(done.offers, asking, perf_counter() - start)
             paid = 0.0
             if asking.plan is not None:  # verifying is what reuse costs
                 paid, self._paid = self._paid, 0.0
             self.planner.took(asking, perf_counter() - start + paid)
 
     def _checked(
-        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, offers: Mapping[int, Offer],
-        beside: Mapping[int, Tensor], gives_out: bool, asking: Asking, counters: Counters,
+        self, forward: Model, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, done: Outcome,
+        gives_out: bool, asking: Asking,
     ) -> Any:  # fmt: skip
         """The output, with all that the guard does about it.
 
         `gives_out`: the hidden states that answers are pooled from are those of the blocks, where the blocks put them.
         """
-        if asking.plan is None and not offers:
+        if asking.plan is None and not done.offers:
             return output
         if has_loss(output):
             return self._whole(forward, inputs, output, asking)
@@ -173,23 +170,23 @@ class Guarded:
             seen = self.answers.read(output, mask)
             if len(seen.values) != asking.batch:
                 raise ValueError(f"{len(seen.values)} answers to {asking.batch} sequences")
-            self.sureness.note(seen, offers)
+            self.sureness.note(seen, done.offers)
         except Exception as error:  # the check at memoize has seen an answer; this output is of another form
-            self._failed(counters, "an answer could not be read", error)
+            self._failed("an answer could not be read", error)
             return self._whole(forward, inputs, output, asking)
         try:
             output = self._raise_low(forward, inputs, output, mask, seen, asking)
         except Exception as error:
-            self._failed(counters, "an answer below the margin could not be computed alone", error)
+            self._failed("an answer below the margin could not be computed alone", error)
             return self._whole(forward, inputs, output, asking)
         try:
-            self._verify(forward, inputs, gives_out, mask, seen, beside, asking)
+            self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
         except Exception as error:
-            self._failed(counters, "an answer could not be verified", error)
+            self._failed("an answer could not be verified", error)
         return output
 
     def _raise_low(
-        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read, asking: Asking
+        self, forward: Model, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read, asking: Asking
     ) -> Any:
         """The output, with answers below the margin computed again. Some of the others are owed."""
         served = asking.served
@@ -201,7 +198,7 @@ class Guarded:
         if not low:
             return output
         places = sorted(low)
-        again = self._run(forward, inputs, asking.batch, places)
+        again, _ = self._run(forward, inputs, asking.batch, places)
         exact = self.answers.read(again, None if mask is None else mask[places])
         for number, place in enumerate(places):
             self.guard.compared(
@@ -220,7 +217,7 @@ class Guarded:
         return {place for place in np.flatnonzero(low).tolist() if place in places}
 
     def _owe(
-        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read,
+        self, forward: Model, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read,
         margins: np.ndarray[Any, Any], asking: Asking, low: set[int],
     ) -> None:  # fmt: skip
         """Have answers from records verified afterwards; those in `low` are computed exactly after all."""
@@ -256,7 +253,7 @@ class Guarded:
         self._store.offer(list(offers.values()))
 
     def _verify(
-        self, forward: Forward, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, seen: Read,
+        self, forward: Model, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, seen: Read,
         beside: Mapping[int, Tensor], asking: Asking,
     ) -> None:  # fmt: skip
         """Compare exact answers with those from records; of these the blocks are computed, `beside`, by place."""
@@ -279,7 +276,7 @@ class Guarded:
             ):
                 self._tell_alarm()
 
-    def _settle(self, asking: Asking, counters: Counters) -> None:
+    def _settle(self, asking: Asking) -> None:
         """Count the answers that came from records, now that they are final.
 
         The guard counted them when it decided; those that were computed exactly after all it takes back.
@@ -290,7 +287,7 @@ class Guarded:
             evidence = asking.plan.evidence.tolist()
             given = [evidence[place] for place in asking.served if place not in asking.low]
             repeated = given.count(Evidence.SAME)
-            counters.answered(len(given) - repeated, repeated)
+            self._engine.counters.answered(len(given) - repeated, repeated)
 
     def pay(self, most: int | None = None, *, wait: bool = True) -> None:
         """Verify answers that are owed. One that cannot be verified any more is forgotten.
@@ -305,24 +302,23 @@ class Guarded:
         with self._paying.held(wait) as mine:
             if not mine:
                 return
-            thread = self._rows.thread
-            observed, thread.observed = thread.observed, Observed()  # these rows are of other requests
+            observed = Observed()  # these rows are of other requests
             try:
                 for batch in batches(self.debts.take(len(self.debts) if most is None else most), self._pad):
-                    self._pay(batch)
+                    self._pay(batch, observed)
             except Exception as error:
-                self._failed(self._counters, "an answer could not be verified", error)
+                self._failed("an answer could not be verified", error)
             finally:
-                self.rows_afterwards += thread.observed.extra
-                thread.observed = observed
+                self.rows_afterwards += observed.extra
 
-    def _pay(self, batch: Batch) -> None:
+    def _pay(self, batch: Batch, observed: Observed) -> None:
         """Compare answers that were given with the exact ones, if the model is the same as it was."""
         debts, stamp = batch.debts, self._stamp()
         if any(debt.guard is not self.guard or debt.stamp != stamp for debt in debts):
             return
         args, kwargs = shallow(batch.inputs)
-        with torch.no_grad(), self.planner.asking(again=True) as asking, self._rows.thread.repeating():
+        asking = Asking()
+        with torch.no_grad(), self._replay(asking, observed=observed):
             output = debts[0].forward(*args, **kwargs)
         if not asking.planned or asking.twice or stamp != self._stamp():
             return
@@ -353,7 +349,7 @@ class Guarded:
         _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
 
     def _from_records(
-        self, forward: Forward, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, batch: int,
+        self, forward: Model, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, batch: int,
         beside: Mapping[int, Tensor],
     ) -> Read | None:  # fmt: skip
         """Answers from last hidden states of records, `beside`, in the order of places; None: they cannot be had.
@@ -362,7 +358,7 @@ class Guarded:
         are pooled here: to run the model for that takes longer than all else that the guard does. The first batches
         that are verified so, and one in so many later, run the model too. If that gives other answers, all later do.
         """
-        places, thread = sorted(beside), self._rows.thread
+        places = sorted(beside)
         last, mask = torch.stack([beside[place] for place in places]), None if mask is None else mask[places]
         pooled = None
         if self._pools and gives_out:
@@ -370,34 +366,37 @@ class Guarded:
             self._pooled += 1
             if self._pooled > BOTH_WAYS and self._pooled % BOTH_WAYS:
                 return pooled
-        thread.forget()
-        again = self._run(forward, inputs, batch, places, last)
-        if not thread.served:  # the blocks were computed anew, and exactly: that proves nothing
+        again, done = self._run(forward, inputs, batch, places, last)
+        if not done.served:  # the blocks were computed anew, and exactly: that proves nothing
             return None
         found = self.answers.read(again, mask)
         if pooled is not None and not torch.equal(pooled.values, found.values):
             self._pools = False
         return found
 
-    def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, asking: Asking) -> Any:
+    def _whole(self, forward: Model, inputs: tuple[Any, Any], output: Any, asking: Asking) -> Any:
         """The output of a batch whose answers cannot be checked: nothing is served."""
         if not asking.served:
             return output
         asking.serve_only(set())
         args, kwargs = shallow(inputs)
-        with self.planner.asking(again=True), self._rows.thread.repeating():
+        with self._replay(Asking()):
             return forward(*args, **kwargs)
 
     def _run(
-        self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None
-    ) -> Any:
-        """The output for some sequences, computed whole, or from these last hidden states."""
+        self, forward: Model, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None
+    ) -> tuple[Any, Outcome]:
+        """The output for some sequences, computed whole, or from these last hidden states; and what blocks did."""
         args, kwargs = take(inputs, torch.tensor(places), batch)
-        with self.planner.asking(again=True, last=last), self._rows.thread.repeating():
-            return forward(*args, **kwargs)
+        with self._replay(Asking(), last=last) as opened:
+            return forward(*args, **kwargs), opened.outcome
 
-    def _failed(self, counters: Counters | None, what: str, error: Exception) -> None:
-        if counters is not None and (count := counters.failure(what, error, 1)):
+    def _replay(self, asking: Asking, **given: Any) -> AbstractContextManager[Forward]:
+        """While inside, forwards compute a part of another one again: exactly, or from last hidden states."""
+        return self._engine.open(asking=asking, repeats=True, **given)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        if count := self._engine.counters.failure(what, error, 1):
             debug = _LOG.isEnabledFor(logging.DEBUG)
             _LOG.warning("attmemo: %s: %s (%d so far)", what, error, count, exc_info=debug)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from time import perf_counter
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
+from attmemo.forward.context import Forward
 from attmemo.forward.plan import Plan, Reused, RowShare
-from attmemo.forward.planning import BY_HAND, Given, Whole
-from attmemo.forward.stats import Counters
+from attmemo.forward.planning import BY_HAND, Whole
 from attmemo.guard.forward_times import ForwardTimes
 from attmemo.guard.guard import Guard
 from attmemo.guard.verdict import Verdict
@@ -31,10 +28,6 @@ class Asking:
 
     Parameters
     ----------
-    again : bool
-        Whether it repeats a part of another forward: nothing is looked up.
-    last : Tensor, optional
-        Last hidden states ``[B, L, H]`` that its blocks give. None: all is computed.
     room : int
         Answers of it that may be verified afterwards.
 
@@ -51,8 +44,8 @@ class Asking:
         margin; and sequences whose answer a record changed.
     """
 
-    def __init__(self, *, again: bool = False, last: Tensor | None = None, room: int = 0) -> None:
-        self.again, self.last, self.room = again, last, room
+    def __init__(self, room: int = 0) -> None:
+        self.room = room
         self.planned, self.batch = False, 0
         self.tokens = self.sequences = 0  # of the forward
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
@@ -99,14 +92,11 @@ class Store(Protocol):
         """Return of which sequences ``[B]`` a record may be on its way."""
 
 
-class _Thread(threading.local):
-    asking: Asking | None = None
-
-
 class GuardedPlanner(RowPlanner):
     """Finds records whose changes are known; of the others, those to verify.
 
-    Outside of `asking` no sequence is served from a record: an answer that the guard cannot read is computed exactly.
+    Outside of a guarded forward no sequence is served from a record: an answer that the guard cannot read is computed
+    exactly.
 
     Parameters
     ----------
@@ -130,40 +120,31 @@ class GuardedPlanner(RowPlanner):
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
         self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store
         self.times, self._epoch = ForwardTimes(always=not gated), guard.epoch
-        self._thread = _Thread()
 
-    @contextmanager
-    def asking(self, *, again: bool = False, last: Tensor | None = None, room: int = 0) -> Iterator[Asking]:
-        """While inside, this thread's forwards are guarded. The parameters are those of `Asking`."""
-        self._thread.asking = asking = Asking(again=again, last=last, room=room)
-        try:
-            yield asking
-        finally:
-            self._thread.asking = None
-
-    def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
-        asking, batch = self._thread.asking, len(spans.lengths)
+    def plan(self, layer: int, call: Call, spans: Spans, forward: Forward) -> Plan:
+        asking: Asking | None = forward.asking
+        given, counters, batch = forward.given, forward.counters, len(spans.lengths)
         if given is None:
             return BY_HAND
         if asking is not None:
             asking.tokens, asking.sequences = sum(spans.lengths), batch
-        if self._wishes.whole:
+        if forward.whole:
             counters.skip("asked_without_reuse", batch)
-            return Whole.plan(self, layer, call, spans, given, counters)
+            return Whole.plan(self, layer, call, spans, forward)
         if asking is not None and asking.planned:
             asking.twice = True
         if asking is None or asking.twice:
             counters.skip("not_through_the_model", batch)
-            return Whole.plan(self, layer, call, spans, given, counters)
+            return Whole.plan(self, layer, call, spans, forward)
         asking.planned, asking.batch = True, batch
-        if asking.again:
-            if asking.last is not None:
-                return Plan(spans=spans, layers={layer: RowShare.computed(asking.last)})
-            return Whole.plan(self, layer, call, spans, given, counters)
+        if forward.repeats:
+            if forward.last is not None:
+                return Plan(spans=spans, layers={layer: RowShare.computed(forward.last)})
+            return Whole.plan(self, layer, call, spans, forward)
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         if asked is None:
-            return Whole.plan(self, layer, call, spans, given, counters)
+            return Whole.plan(self, layer, call, spans, forward)
         candidates = self._candidates(asked)
         looked = perf_counter()
         asking.plan = found = self._planned(asked, candidates)
@@ -180,11 +161,6 @@ class GuardedPlanner(RowPlanner):
         }
         admits = whole and self._store is not None and self._store.admit(len(whole))
         return plan_of(layer, spans, asked, found, served, admitted if admits else {}, beside)
-
-    @property
-    def asked_whole(self) -> bool:
-        """Whether this thread's forwards are to be served from no record."""
-        return self._wishes.whole
 
     def _pays(self, tokens: int) -> bool:
         return self.times.ask(tokens, learns=self.guard.learns)

@@ -213,7 +213,8 @@ def prepare_rows(
                 sureness.key = _digest(answering).digest()[:KEY]
             if growing is not None:
                 growing.know(sureness.of_note)
-            handle.guard(whole, Guarded(planner.guard, guarding.answers, planner, reuse, growing, sureness), keeper)
+            guarded = Guarded(planner.guard, guarding.answers, planner, handle.engine, growing, sureness)
+            handle.guard(whole, guarded, keeper)
         undo.pop_all()
     if guarding is None:
         _LOG.warning("attmemo: %s", UNGUARDED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,11 +101,11 @@ class StackMemoization(Memoization):
         if self.first_row:
             stack = self.engine.reuse
             assert isinstance(stack, Stack)
-            self._head = HeadHook(self, self._model, stack, self._hooks)
+            self._head = HeadHook(self, self._model, stack, self.engine, self._hooks)
             self._head.insert()
             hooks.append(self._head)
         if self.guarded is not None:
-            hooks.append(AnswerHook(self, self.engine, self._outer, self.guarded))
+            hooks.append(AnswerHook(self, self._outer, self.guarded))
             hooks[-1].insert()
         return hooks
 
@@ -186,16 +186,10 @@ class StackMemoization(Memoization):
         ------
         Observed
         """
-        stack = self.engine.reuse
-        assert isinstance(stack, Stack)
-        thread = stack.thread
-        before, thread.observed = thread.observed, Observed()
-        whole = nullcontext() if reuse or not isinstance(self.planner, RowPlanner) else self.planner.whole()
-        try:
-            with whole:
-                yield thread.observed
-        finally:
-            thread.observed = before
+        observed, running = Observed(), self.engine.current.forward
+        whole = not reuse or (running is not None and running.whole)
+        with self.engine.open(observed=observed, whole=whole):
+            yield observed
 
     def rows_to_compute(
         self, sequences: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None

@@ -9,9 +9,9 @@ from time import perf_counter
 from attmemo.db import KIND_INPUT, SEQUENCE, Database
 from attmemo.embed.lookup import Lookup, LookupName
 from attmemo.errors import DatabaseError
+from attmemo.forward.context import Forward
 from attmemo.forward.plan import Plan, Share
-from attmemo.forward.planning import BY_HAND, Given
-from attmemo.forward.stats import Counters
+from attmemo.forward.planning import BY_HAND
 from attmemo.maps.threshold import Threshold
 from attmemo.models import Call, Rows, Spans
 from attmemo.perfmodel.gate import Gate
@@ -80,11 +80,11 @@ class MapPlanner:
     def before(self) -> Plan | None:
         return _HOPELESS if self.gate.hopeless else None
 
-    def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
+    def plan(self, layer: int, call: Call, spans: Spans, forward: Forward) -> Plan:
         owner, layers = layer, range(layer, layer + 1)
         if self.lookup == "sequence":
             # Only the first layer's input can be looked up. A layer that is called by hand could be fed anything.
-            if layer != 0 or given is None:
+            if layer != 0 or forward.given is None:
                 return BY_HAND
             owner, layers = SEQUENCE, range(self.layers)
         lengths, padded = spans.lengths, int(call.hidden.shape[1])
@@ -94,7 +94,7 @@ class MapPlanner:
             return Plan("a lookup does not pay")
         start = perf_counter()
         found = self.index.find(owner, spans.to_front(call.hidden), lengths)
-        counters.looked_up(layer, perf_counter() - start)
+        forward.counters.looked_up(layer, perf_counter() - start)
         shares: dict[int, Share] = {}
         declined: dict[int, int] = {}
         missed: dict[bytes, Rows] = {}  # layers that miss the same sequences share the rows taken out of the mask

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.db import KIND_INPUT, KIND_MAP, Database
+from attmemo.forward.context import Forward
 from attmemo.forward.plan import Share
 from attmemo.forward.reuse import Exact
-from attmemo.forward.stats import Counters
 from attmemo.maps.source import MapSource, StoredMaps
 from attmemo.mmap import FetcherName
 from attmemo.models import Adapter, Call, Rows, Site, Spans
@@ -91,7 +91,7 @@ class Maps:
                 return "positions are not consecutive"
         return spans
 
-    def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> _Hits:
+    def serve(self, site: Site, call: Call, spans: Spans, share: Share, forward: Forward) -> _Hits:
         """V of the hits, A·V with the maps read where they lie, and the rest of the module."""
         adapter, module, hidden = self.adapter, site.module, call.hidden
         batch, padded, _ = hidden.shape

@@ -1,6 +1,6 @@
 """The blocks of an encoder: where they are, how one is put together, and what its attention needs beside Q, K and V.
 
-`reuse/packed.py` runs blocks over packed rows: the valid tokens of all sequences, one behind the other. An adapter of
+`packed/runner.py` runs blocks over packed rows: the valid tokens of all sequences, one behind the other. An adapter of
 a family with blocks returns a `Blocks`; families differ in names, in where they normalise, and in positions.
 
 Shapes: N packed rows, hidden size H, h heads of width d.

@@ -27,21 +27,18 @@ def reads_first_row(handle: Handle, adapter: Adapter, model: nn.Module) -> bool:
     inputs, _ = adapter.sample(model)
     stack = handle.engine.reuse
     assert isinstance(stack, Stack)
-    thread = stack.thread
 
-    def answers(first: bool) -> list[Tensor]:
+    def answers(first: bool) -> tuple[list[Tensor], int]:
         with checking(model, "a small batch cannot be served") as undo, torch.inference_mode():
             enable_within(handle, undo)
-            undo.callback(setattr, thread, "first", thread.first)
-            thread.first = first
-            return tensors_in(model(**inputs)) or []
+            forward = undo.enter_context(handle.engine.open(first=first))
+            return tensors_in(model(**inputs)) or [], forward.firsts
 
     try:
-        before = thread.firsts
-        expected, seen = answers(False), answers(True)
+        (expected, _), (seen, firsts) = answers(False), answers(True)
     except Exception:  # a head that wants other arguments, or does not know the batch
         return False
-    if thread.firsts != before + 1 or not seen or any(not one.is_floating_point() for one in seen):
+    if firsts != 1 or not seen or any(not one.is_floating_point() for one in seen):
         return False
     if [one.shape for one in seen] != [one.shape for one in expected]:
         return False

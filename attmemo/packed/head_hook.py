@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from attmemo.forward.batch_slices import tensors_in
+from attmemo.forward.engine import Engine
 from attmemo.forward.hooks import Hook
 from attmemo.packed.stack import Onlookers, Stack
 
@@ -30,10 +32,12 @@ class HeadHook(Hook):
     what it gives is not finite: then the call is done again with all rows, and so are all later ones.
     """
 
-    def __init__(self, owner: object, model: nn.Module, stack: Stack, own: Sequence[Hook]) -> None:
+    def __init__(
+        self, owner: object, model: nn.Module, stack: Stack, engine: Engine, own: Sequence[Hook]
+    ) -> None:
         super().__init__(owner, model)
         self.reads_more = False
-        self._names, self._thread = tuple(inspect.signature(self.__wrapped__).parameters), stack.thread
+        self._names, self._engine = tuple(inspect.signature(self.__wrapped__).parameters), engine
         modules = stack.blocks.modules
         inside = {id(child) for module in modules for child in module.modules()} - set(map(id, modules))
         outside = [module for module in model.modules() if module is not model and id(module) not in inside]
@@ -42,13 +46,14 @@ class HeadHook(Hook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active or self.reads_more or torch.compiler.is_compiling() or self._is_seen(args, kwargs):
             return self.__wrapped__(*args, **kwargs)
-        thread = self._thread
-        before, thread.first, given = thread.first, True, thread.firsts
-        try:
-            output = self.__wrapped__(*args, **kwargs)
-        finally:
-            thread.first = before
-        if thread.firsts == given or all(bool(part.isfinite().all()) for part in tensors_in(output) or ()):
+        running = self._engine.current.forward
+        with self._engine.open() if running is None else nullcontext(running) as forward:
+            before, forward.first, given = forward.first, True, forward.firsts
+            try:
+                output = self.__wrapped__(*args, **kwargs)
+            finally:
+                forward.first = before
+        if forward.firsts == given or all(bool(part.isfinite().all()) for part in tensors_in(output) or ()):
             return output
         self.reads_more = True
         _LOG.warning(

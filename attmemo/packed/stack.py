@@ -1,15 +1,13 @@
 """Serving a whole stack of blocks over packed rows, from nothing: `reuse="none"`.
 
 One call of the stack does the work of all blocks. Valid tokens are taken out of the padded batch, the blocks run
-over them (`packed.py`), and the last hidden states go back to where the tokens were. Sequences that are the same are
-computed once (`twins.py`). Outputs of padding are zero. The pooler and the head are the model's own.
+over them (`runner.py`), and the last hidden states go back to where the tokens were. Sequences that are the same are
+computed once (`duplicates.py`). Outputs of padding are zero. The pooler and the head are the model's own.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from time import perf_counter
 from typing import Any, ClassVar
@@ -19,10 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from attmemo.forward.context import NOTHING, Forward
 from attmemo.forward.plan import Share
 from attmemo.forward.reuse import Exact
-from attmemo.forward.row_usage import Observed
-from attmemo.forward.stats import Counters
 from attmemo.kernels.row_attention import Layout
 from attmemo.kernels.row_sinks import Copies, Copy
 from attmemo.models import Call, Site, Spans
@@ -42,36 +39,6 @@ Ints = npt.NDArray[np.int64]
 
 Copied = Callable[[Ints], Copies]
 """Gets where each sequence begins among the computed rows, ``[B + 1]``; a twin of another one has no rows."""
-
-
-class Thread(threading.local):
-    """What a stack keeps for each thread.
-
-    Attributes
-    ----------
-    observed : Observed or None
-        Sees the forwards of this thread.
-    again : bool
-        Whether forwards repeat a part of the one that was asked for.
-    first : bool
-        Whether forwards are asked for the first row of each sequence alone: the others are NaN.
-    firsts : int
-        Forwards that gave first rows alone.
-    """
-
-    observed: Observed | None = None
-    again: bool = False
-    first: bool = False
-    firsts: int = 0
-
-    @contextmanager
-    def repeating(self) -> Iterator[None]:
-        """While inside, forwards repeat a part of the one that was asked for."""
-        self.again = True
-        try:
-            yield
-        finally:
-            self.again = False
 
 
 class Onlookers:
@@ -122,7 +89,6 @@ class Stack:
     ----------
     keep : Keep or None
         Gets what a forward computed: this is how records are made.
-    thread : Thread
     """
 
     name: ClassVar[str] = "none"
@@ -132,7 +98,6 @@ class Stack:
     def __init__(self, blocks: Blocks, packed: Packed) -> None:
         self.blocks, self.packed = blocks, packed
         self.keep: Keep | None = None
-        self.thread = Thread()
         self.watch([])
 
     def read(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
@@ -177,23 +142,23 @@ class Stack:
             return "positions are not consecutive"
         return spans
 
-    def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
+    def serve(self, site: Site, call: Call, spans: Spans, share: Share, forward: Forward) -> Tensor:
         """Last hidden states ``[B, L, H]``."""
         if self.keep is None:
-            return self._whole(call, spans, counters)
+            return self._whole(call, spans, forward)
         blocks, count = self.blocks, sum(spans.lengths)
         rows = call.hidden.new_empty(len(blocks.blocks), 2, count, blocks.heads * blocks.width)
         last = call.hidden.new_empty(count, call.hidden.shape[2])
         every = Copies([Copy(0, count, rows, last)])
-        output = self._whole(call, spans, counters, lambda _: every, Twins.none(len(spans.lengths)))
+        output = self._whole(call, spans, forward, lambda _: every, Twins.none(len(spans.lengths)))
         self.keep(spans.lengths, rows, last)
         return output
 
     def _whole(
-        self, call: Call, spans: Spans, counters: Counters, copied: Copied | None = None, twins: Twins | None = None
+        self, call: Call, spans: Spans, forward: Forward, copied: Copied | None = None, twins: Twins | None = None
     ) -> Tensor:
         """Last hidden states ``[B, L, H]`` of sequences that are all computed whole, each of `twins` once."""
-        start = perf_counter()
+        start, forward.outcome = perf_counter(), NOTHING
         batch = len(spans.lengths)
         twins = Twins.of(call.hidden, spans.lengths) if twins is None else twins
         some, lengths = twins.some, np.array(spans.lengths)
@@ -204,17 +169,17 @@ class Stack:
         places = places_of(lengths.tolist(), call.hidden.shape[1])
         keep = None if copied is None else copied(starts)
         own = np.append(starts[:-1][twins.own], starts[-1]) if some else starts
-        asked = self._asked(own[:-1], keep)
+        asked = self._asked(forward, own[:-1], keep)
         found = self.compute(call, places, Layout(own, own), max(spans.lengths), keep=keep, asked=asked)
         if asked is not None:
-            self.thread.firsts += 1
+            forward.firsts += 1
             found = put_first(found, asked, own[:-1], np.flatnonzero(twins.own), call.hidden.shape[:2])
         elif places is not None:
             found = put_back(found, places, batch * call.hidden.shape[1])
         output = found.view(call.hidden.shape)
         if some:
             twins.spread(output)
-        self._count(spans.lengths, lengths, twins, counters, blocks=perf_counter() - start)
+        self._count(spans.lengths, lengths, twins, forward, blocks=perf_counter() - start, first=asked is not None)
         return output
 
     def compute(
@@ -237,30 +202,30 @@ class Stack:
             None if added is None else chosen(added), asked,
         )  # fmt: skip
 
-    def _asked(self, firsts: Ints, keep: Copies | None) -> Ints | None:
+    def _asked(self, forward: Forward, firsts: Ints, keep: Copies | None) -> Ints | None:
         """The computed rows whose last hidden states are asked for, and rise; None: all.
 
         `firsts`: those of each sequence's first token.
         """
-        if not self.thread.first or self.keep is not None:
+        if not forward.first or self.keep is not None:
             return None
         return firsts if keep is None else keep.asked(firsts)
 
     def _count(
-        self, lengths: list[int], rows: npt.NDArray[np.int64], twins: Twins, counters: Counters, *, blocks: float,
-        fetch: float = 0.0, beside: int = 0,
+        self, lengths: list[int], rows: npt.NDArray[np.int64], twins: Twins, forward: Forward, *, blocks: float,
+        fetch: float = 0.0, beside: int = 0, first: bool = False,
     ) -> None:  # fmt: skip
         """Count one forward: tokens and computed rows of each sequence, and seconds by part.
 
-        `beside`: rows that were computed to verify answers.
+        `beside`: rows that were computed to verify answers. `first`: first rows alone were given.
 
         An observer sees for each twin the rows of the first one: a client must not learn what others ask meanwhile.
         """
-        thread = self.thread
-        if thread.observed is not None:
-            thread.observed.see(lengths, rows[twins.firsts].tolist(), thread.again, beside)
-        asked = [] if thread.again else lengths
-        counters.work(len(asked), sum(asked), int(rows.sum()) + beside, fetch=fetch, blocks=blocks)
+        if forward.observed is not None:
+            forward.observed.see(lengths, rows[twins.firsts].tolist(), forward.repeats, beside)
+        asked = [] if forward.repeats else lengths
+        computed = int(rows.sum()) + beside
+        forward.counters.work(len(asked), sum(asked), computed, fetch=fetch, blocks=blocks, first=first)
 
     def join(
         self, site: Site, call: Call, share: Share, served: Tensor, exact: Exact, arguments: tuple[Any, Any]

@@ -56,9 +56,9 @@ def check_rows(
         reuse.keep = None
         before, reuse.store = reuse.store, HeldRows(found)
         stack.callback(setattr, reuse, "store", before)
-        with engine.planned(_half(several)):
+        with engine.planned(_half(several)) as forward:
             seen = host(**both)[0]
-        if len(reuse.thread.served) != len(lengths):  # known where records were read: a hit may be computed whole
+        if len(forward.outcome.served) != len(lengths):  # known where records were read: a hit may be computed whole
             raise not_served("a small batch from records", engine)
     allowed = allowed_for(packed, model) + _ROUNDED[storage[0]]
     valid = valid_places(several, expected.shape[1])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar, Final
@@ -14,8 +12,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from attmemo.embed.lookup import Found
+from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
-from attmemo.forward.planning import BY_HAND, Given, Whole
+from attmemo.forward.planning import BY_HAND, Whole
 from attmemo.forward.stats import Counters, Skip
 from attmemo.kernels.align import Rule, with_long
 from attmemo.kernels.kinds import NO_KINDS
@@ -42,10 +41,6 @@ class Asked:
     starts: Ints  # [B + 1]
     lengths: Ints  # [B]
     seconds_per_row: float | None  # that blocks take; None: not known yet
-
-
-class _Thread(threading.local):
-    whole = False  # nothing is to be served from a record
 
 
 class RowPlanner(Whole):
@@ -75,16 +70,6 @@ class RowPlanner(Whole):
         self.index, self.threshold, self.rule = index, threshold, rule
         self.gate = RowGate(always=not gated)
         self._relative = relative
-        self._wishes = _Thread()
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """While inside, this thread's forwards are served from no record, and make none."""
-        before, self._wishes.whole = self._wishes.whole, True
-        try:
-            yield
-        finally:
-            self._wishes.whole = before
 
     def rows_to_compute(
         self, sequences: Sequence[npt.NDArray[np.int32]], seconds_per_row: float | None = None
@@ -106,16 +91,17 @@ class RowPlanner(Whole):
         found = self.index.plan(asked.tokens, asked.starts, candidates, self.rule, NO_KINDS, demand)
         return with_long(found, asked.starts) if self.rule.before_long else found
 
-    def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
+    def plan(self, layer: int, call: Call, spans: Spans, forward: Forward) -> Plan:
+        given, counters = forward.given, forward.counters
         if given is None:
             return BY_HAND
-        if self._wishes.whole:
+        if forward.whole:
             counters.skip("asked_without_reuse", len(spans.lengths))
-            return super().plan(layer, call, spans, given, counters)
+            return super().plan(layer, call, spans, forward)
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         if asked is None:
-            return super().plan(layer, call, spans, given, counters)
+            return super().plan(layer, call, spans, forward)
         candidates = self.index.candidates(asked.tokens, asked.starts)
         looked = perf_counter()
         found = self._planned(asked, candidates)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attmemo.errors import AttmemoError
+from attmemo.forward.context import NOTHING, Forward, Outcome
 from attmemo.forward.plan import RowShare, Share
 from attmemo.forward.stats import Counters
 from attmemo.kernels.row_attention import Layout
@@ -31,7 +32,7 @@ from attmemo.models import Call, Site, Spans
 from attmemo.models.blocks import Blocks
 from attmemo.packed.duplicates import Twins
 from attmemo.packed.runner import Packed
-from attmemo.packed.stack import Stack, Thread, put_first
+from attmemo.packed.stack import Stack, put_first
 from attmemo.rows.candidate import Offer
 from attmemo.rows.filler import MOST_WAITING
 from attmemo.rows.layout import RowLayout
@@ -51,32 +52,6 @@ _SCRATCH: Final = MOST_WAITING + (8 << 20)  # bytes: what waits to be stored, is
 _Read = tuple[Fetched, npt.NDArray[np.uint64], torch.dtype]  # with what `Fetched.last` gives
 
 
-class RowThread(Thread):
-    """What is kept for each thread beside.
-
-    Attributes
-    ----------
-    served : set of int
-        Sequences of the last forward that took rows of records.
-    admitted : dict of int to Offer
-        What its sequences offer to become records, by place in the batch.
-    beside : dict of int to Tensor
-        Last hidden states ``[L, H]`` from records, of sequences that were computed whole too.
-    last : Tensor or None
-        The last hidden states ``[B, L, H]`` of the last forward, if some sequences are in `beside`.
-    """
-
-    def __init__(self) -> None:  # called anew in every thread
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin a forward."""
-        self.served: set[int] = set()
-        self.admitted: dict[int, Offer] = {}
-        self.beside: dict[int, Tensor] = {}
-        self.last: Tensor | None = None
-
-
 class Rows(Stack):
     """Serves a stack of blocks from the rows of records.
 
@@ -88,32 +63,25 @@ class Rows(Stack):
         The records.
     guarded : bool
         Whether a guard looks at the answers: then the guard counts those that came from records.
-
-    Attributes
-    ----------
-    thread : RowThread
     """
-
-    thread: RowThread
 
     name: ClassVar[str] = "rows"
 
     def __init__(self, blocks: Blocks, packed: Packed, store: RowStore, *, guarded: bool = False) -> None:
         super().__init__(blocks, packed)
         self.store, self._guarded = store, guarded
-        self.thread = RowThread()
         size, dtype = blocks.heads * blocks.width, packed.dtype
         self._own = RowLayout(len(blocks.blocks), size, blocks.heads, (dtype, dtype))
         self._scratch = Scratch(_SCRATCH)
 
-    def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
-        self.thread.forget()
+    def serve(self, site: Site, call: Call, spans: Spans, share: Share, forward: Forward) -> Tensor:
+        forward.outcome = NOTHING
         if isinstance(share, RowShare) and share.last is not None:
-            return self._computed(share.last, call)
+            return self._computed(share.last, call, forward)
         if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted or share.beside):
-            return super().serve(site, call, spans, share, counters)
+            return super().serve(site, call, spans, share, forward)
         if not (len(share.sequences) or share.beside):
-            return self._kept(call, spans, counters, share.admitted)
+            return self._kept(call, spans, forward, share.admitted)
         start = perf_counter()
         batch, padded = call.hidden.shape[:2]
         every = np.asarray(spans.lengths, np.int64)
@@ -130,7 +98,7 @@ class Rows(Stack):
         source = np.concatenate(
             [parts[place] for place in own.tolist()] + [one.source for one in share.beside.values()]
         )
-        read, records = self._fetch(asked, counters)
+        read, records = self._fetch(asked, forward.counters)
         if records is not asked:
             source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)
         fresh, layout = source < 0, layout_of(lengths, source)
@@ -144,16 +112,15 @@ class Rows(Stack):
         opened = source[layout.key_starts[:-1]] < 0  # sequences whose first row is computed
         # A first row of a record is given as it is if no row of its sequence is computed. Else it moves with those.
         apart = (opened | (np.diff(layout.starts) == 0)).all()
-        wanted = self._asked(layout.starts[:-1][opened], copies) if apart else None
+        wanted = self._asked(forward, layout.starts[:-1][opened], copies) if apart else None
         found = self.compute(
             call, torch.from_numpy(embedded[fresh]), layout, longest,
             fetch=None if read is None else read[0].layer, keep=copies, asked=wanted,
         )  # fmt: skip
         done = perf_counter()
-        self.thread.admitted = offers
         every_slot = batch + len(beside), padded
         if wanted is not None:
-            self.thread.firsts += 1
+            forward.firsts += 1
             output = put_first(found, wanted, layout.starts[:-1][opened], slot[opened], every_slot)
             if read is not None and not opened.all():
                 self._put_stored_firsts(output, read, source[layout.key_starts[:-1]], slot * padded)
@@ -169,17 +136,19 @@ class Rows(Stack):
         rows, served = np.zeros(batch, np.int64), np.zeros(batch, np.bool_)
         rows[own], served[own] = computed[: len(own)], reused[: len(own)]
         from_records = served[twins.firsts]
-        self.thread.served = set(np.flatnonzero(from_records).tolist())
-        self.thread.beside = {int(sequence[number]): output[slot[number]]
-                              for number in range(len(own), len(sequence)) if reused[number]}  # fmt: skip
-        self._count(
-            spans.lengths, rows, twins, counters, fetch=fetching, blocks=done - planned,
-            beside=int(computed[len(own) :].sum()),
+        forward.outcome = Outcome(
+            served=frozenset(np.flatnonzero(from_records).tolist()), offers=offers,
+            beside={int(sequence[number]): output[slot[number]]
+                    for number in range(len(own), len(sequence)) if reused[number]},
+            last=output[:batch] if share.beside else None,
         )  # fmt: skip
-        if not self._guarded and not self.thread.again:
+        self._count(
+            spans.lengths, rows, twins, forward, fetch=fetching, blocks=done - planned,
+            beside=int(computed[len(own) :].sum()), first=wanted is not None,
+        )  # fmt: skip
+        if not self._guarded and not forward.repeats:
             repeated = int((from_records & (rows[twins.firsts] == 0)).sum())
-            counters.answered(len(self.thread.served) - repeated, repeated)
-        self.thread.last = output[:batch] if share.beside else None
+            forward.counters.answered(len(forward.outcome.served) - repeated, repeated)
         return output[:batch]
 
     @staticmethod
@@ -190,7 +159,7 @@ class Rows(Stack):
         supply_rows(output, output[:0], supply, 1)
 
     def _kept(
-        self, call: Call, spans: Spans, counters: Counters, admitted: Mapping[int, npt.NDArray[np.int32]]
+        self, call: Call, spans: Spans, forward: Forward, admitted: Mapping[int, npt.NDArray[np.int32]]
     ) -> Tensor:
         """All sequences computed whole; those of `admitted` may become records."""
         offers: dict[int, Offer] = {}
@@ -201,8 +170,8 @@ class Rows(Stack):
             offers.update(made)
             return copies
 
-        output = self._whole(call, spans, counters, copied)
-        self.thread.admitted = offers
+        output = self._whole(call, spans, forward, copied)
+        forward.outcome = Outcome(offers=offers)
         return output
 
     def _offers(
@@ -217,11 +186,12 @@ class Rows(Stack):
                   if place in computed}  # fmt: skip
         return offers, Copies([offer.copy_of(*computed[place]) for place, offer in offers.items()])
 
-    def _computed(self, last: Tensor, call: Call) -> Tensor:
+    @staticmethod
+    def _computed(last: Tensor, call: Call, forward: Forward) -> Tensor:
         """Last hidden states that an earlier forward computed for this call."""
         if last.shape != call.hidden.shape:
             raise ValueError(f"blocks are called with {tuple(call.hidden.shape)} after {tuple(last.shape)}")
-        self.thread.served = set(range(len(last)))
+        forward.outcome = Outcome(served=frozenset(range(len(last))))
         return last
 
     def _fetch(self, records: Ints, counters: Counters) -> tuple[_Read | None, Ints]:
