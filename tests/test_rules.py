@@ -19,10 +19,10 @@ from attmemo.guard.rules import digest_of_rules
 
 @pytest.mark.parametrize(
     ("module", "name", "value"),
-    [("guard.verified", "NUMBERS", 3), ("guard.verified", "WORDS", 5), ("guard.verified", "PENALTY", 1),
-     ("guard.guard", "TRIED", 5), ("guard.guard", "DRAWN", 0.02), ("embed.tokens", "TRIED", 9),
+    [("guard.known_changes", "NUMBERS", 3), ("guard.known_changes", "WORDS", 5), ("guard.known_changes", "PENALTY", 1),
+     ("guard.guard", "TRIED", 5), ("guard.guard", "DRAWN", 0.02), ("rows.index", "TRIED", 9),
      ("guard.margin", "VECTORS", Scale("margin", (0.9, 0.95), 1, 0.0)),
-     ("guard.certificate", "_PARTS", np.geomspace(0.1, 0.9, 24)), ("reuse.rows", "DRIFT", 0.5),
+     ("guard.certificate", "_PARTS", np.geomspace(0.1, 0.9, 24)), ("rows.serve", "DRIFT", 0.5),
      ("kernels.align", "LONG", 4), ("", "__version__", "0.0.0+another")],
 )  # fmt: skip
 def test_another_rule_or_version_begins_a_certificate_anew(
