@@ -43,12 +43,14 @@ test: $(READY)  ## everything that has to pass: lint, types, tests
 
 test-slow: $(READY)  ## the tests that take minutes: races and leaks that need many rounds to show
 	@timeout 3600 $(BIN)/python -m pytest -m slow --timeout 3000
-	ATTMEMO_TEST_ROUNDS=200 $(BIN)/python -m pytest --timeout 3000 tests/test_reliability_races.py
+	ATTMEMO_TEST_ROUNDS=200 $(BIN)/python -m pytest --timeout 3000 tests/mmap/test_reliability_races.py
 
 # The oldest torch that is allowed has private operators of its own. It has an environment of its own, beside .venv, and
 # sees what was compiled for .venv. The first time it downloads gigabytes: this torch may come with its CUDA libraries.
 OLDEST := build/oldest
-ON_OLDEST := $(addprefix tests/test_,packed.py rows.py rows_build.py rows_supply.py linear.py linear16.py linear32.py panels.py row_attention.py align.py sketch.py)
+KERNELS := linear.py linear16.py linear32.py panels.py row_attention.py align.py rows_supply.py
+ON_OLDEST := tests/packed/test_packed.py tests/rows/test_rows.py tests/rows/test_sketch.py tests/profiler/test_rows_build.py
+ON_OLDEST += $(addprefix tests/kernels/test_,$(KERNELS))
 test-oldest: $(READY)  ## the tests of blocks and rows with the oldest torch that pyproject.toml allows
 	@mkdir -p build
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
@@ -69,7 +71,7 @@ test-oldest: $(READY)  ## the tests of blocks and rows with the oldest torch tha
 SANE := build/sanitize
 NOT_SANE := not running_out and not at_the_limit and not behind_a_window and not leave_no_mapping and not minute
 NOT_SANE += and not of_the_size and not leaks and not at_length
-PAGES := $(addprefix tests/test_reliability_,neighbours.py refused.py races.py leaks.py padding.py hugepages.py readonly.py)
+PAGES := $(addprefix tests/mmap/test_reliability_,neighbours.py refused.py races.py leaks.py padding.py hugepages.py readonly.py)
 sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour sanitizers
 	@library=$$("$${CC:-cc}" -print-file-name=libasan.so)
 	if [ ! -e "$$library" ]; then
@@ -86,11 +88,11 @@ sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour s
 	export ASAN_OPTIONS="$$UBSAN_OPTIONS:detect_leaks=0:allocator_may_return_null=1:handle_segv=0:handle_sigbus=0"
 	# The program pytest, not the module: that would look for attmemo in this folder first.
 	# Left out: what uses up or counts the mappings of a process, since the sanitizer's own allocator makes many.
-	timeout 3600 $(BIN)/pytest -m "slow or not slow" tests/test_native_window.py tests/test_native_faults.py \
-	  tests/test_mmap_product.py $(PAGES) tests/slow/test_slow_mmap.py tests/test_fastseq_ngram.py tests/test_ops_native.py \
-	  tests/test_ops_attention.py tests/test_ops_store.py tests/test_row_attention.py tests/test_align.py tests/test_plan_kernel.py \
-	  tests/test_rows_supply.py tests/test_panels.py tests/test_chain.py \
-	  tests/test_linear8.py tests/test_linear16.py tests/test_linear32.py \
+	timeout 3600 $(BIN)/pytest -m "slow or not slow" tests/mmap/test_native_window.py tests/mmap/test_native_faults.py \
+	  tests/mmap/test_mmap_product.py $(PAGES) tests/mmap/test_slow_windows.py tests/fastseq/test_fastseq_ngram.py \
+	  $(addprefix tests/fastseq/test_ops_,native.py attention.py store.py) \
+	  $(addprefix tests/kernels/test_,row_attention.py align.py plan_kernel.py rows_supply.py panels.py chain.py) \
+	  $(addprefix tests/kernels/test_,linear8.py linear16.py linear32.py) \
 	  -k "$(NOT_SANE)" \
 	  || { unset LD_PRELOAD; cat $(SANE)/report.* 2>/dev/null; exit 1; }
 
@@ -111,9 +113,9 @@ sanitize-threads: $(READY)  ## races in the C code, looked for with the thread s
 	export TSAN_OPTIONS="$$TSAN_OPTIONS:ignore_noninstrumented_modules=1:report_signal_unsafe=0"
 	# It knows neither threads after a fork nor, where addresses are shuffled, what lies where.
 	export ATTMEMO_TEST_NO_FORK=1
-	timeout 3600 setarch -R $(BIN)/python -P -m pytest --timeout 3000 -m "slow or not slow" tests/test_native_window.py \
-	  tests/test_mmap_fetch.py tests/test_reliability_races.py tests/slow/test_slow_mmap.py \
-	  -k "thread or race or reader_sees or dlopen" || { unset LD_PRELOAD; exit 1; }
+	timeout 3600 setarch -R $(BIN)/python -P -m pytest --timeout 3000 -m "slow or not slow" tests/mmap/test_native_window.py \
+	  tests/mmap/test_mmap_fetch.py tests/mmap/test_reliability_races.py tests/mmap/test_slow_windows.py \
+	  -k "(thread or race or reader_sees or dlopen) and not minute" || { unset LD_PRELOAD; exit 1; }
 	unset LD_PRELOAD
 	if ls $(SANE_THREADS)/report.* >/dev/null 2>&1; then cat $(SANE_THREADS)/report.*; exit 1; fi
 

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
-    PreTrainedTokenizerFast,
 )
 
-from attmemo.embed.training import TrainOptions
-from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, load_model
-from attmemo.profiler.train import train_database
 
-pytest.register_assert_rewrite("helpers", "page_tools", "reliability_tools")
+# Rooms are no packages. pytest puts this folder on the path, where `import ray` would find the room `ray`.
+HERE = Path(__file__).parent
+sys.path.remove(str(HERE))
 
-from page_tools import arena, pages  # noqa: E402, F401  # fixtures of several test files
-from reliability_tools import copy, whole  # noqa: E402, F401
+# Every module of tools: those of all rooms, and those that lie beside tests.
+pytest.register_assert_rewrite(*(file.stem for file in HERE.glob("*/*.py") if not file.name.startswith("test_")))
+
+from tiny_models import TINY, make_database, make_tokenizer  # noqa: E402
 
 # Without such a device `torch.manual_seed` keeps a formatted stack for each kind of it: a millisecond, and memory.
 for _device in (torch.cuda, torch.mtia, torch.xpu):
@@ -42,27 +40,6 @@ for _size in ("COLUMNS", "LINES"):
 
 # A forked child that takes too long dies of its own alarm, not of the time limit of tests.
 os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL))
-
-SHARED = Path(__file__).resolve().parents[1].parent / "shared"
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-TINY: dict[str, Any] = {
-    "vocab_size": 600,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 96,
-    "num_labels": 5,
-    "initializer_range": 0.3,  # large enough that attention is not uniform
-}
-
-
-def shared(relative: str) -> Path:
-    """A file or folder of the shared data, or a skip that names it."""
-    path = SHARED / relative
-    if not path.exists():
-        pytest.skip(f"../shared/{relative} not present")
-    return path
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,33 +62,6 @@ def _never_idle() -> Iterator[None]:
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache directory."""
     monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path / "cache"))
-
-
-def make_tokenizer(lines: list[str]) -> PreTrainedTokenizerFast:
-    """A small WordPiece tokenizer with BERT's special tokens: the lines' characters and most frequent words.
-
-    Made without the trainer, which gives another vocabulary in every process.
-    """
-    normalizer, cutter = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    words = Counter(word for line in lines for word, _ in cutter.pre_tokenize_str(normalizer.normalize_str(line)))
-    characters = sorted({character for word in words for character in word})
-    frequent = sorted((word for word in words if len(word) > 1), key=lambda word: (-words[word], word))
-    pieces = [*SPECIAL, *characters, *(f"##{character}" for character in characters), *frequent]
-    vocabulary = {piece: number for number, piece in enumerate(pieces[: TINY["vocab_size"]])}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, cutter
-    tokenizer.post_processor = processors.BertProcessing(
-        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        model_max_length=TINY["max_position_embeddings"],
-    )
 
 
 @pytest.fixture(scope="session")
@@ -163,14 +113,6 @@ def tiny_deberta(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str])
         pooler_hidden_size=32,
     )
     return _save(DebertaV2ForSequenceClassification(config), log_lines, tmp_path_factory.mktemp("deberta"))
-
-
-def make_database(model: str, log: Path, output: Path, **options: object) -> Path:
-    """Build and train (a few steps, no profile) a database; about two seconds."""
-    loaded = load_model(model)
-    build_database(loaded, [log], output, BuildOptions(max_length=48, **options))  # type: ignore[arg-type]
-    train_database(output, TrainOptions(steps=20), profile=False)
-    return output
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,8 @@ PRECISION = {torch.float32: 1e-12, torch.float16: 1e-6, torch.bfloat16: 5e-5}  #
 
 
 def measure(run: Run) -> Found:
-    sys.path.append(str(DOCS.parent / "tests"))  # the cases, the float64 judge and the oracle are those of the tests
+    # The cases, the float64 judge and the oracle are those of the tests.
+    sys.path.append(str(DOCS.parent / "tests" / "fastseq"))
     import ops_cases
     import test_ops_conformance as conformance
 
@@ -75,7 +76,7 @@ def claims(found: Found) -> list[Claim]:
         if asked
         else Claim(
             "the operator writes the cache that ppl.pmx's operator writes", "bit by bit",
-            "`OPMX_REFERENCE=ppl.pmx pytest tests/test_ops_conformance.py`", "not measured",
+            "`OPMX_REFERENCE=ppl.pmx pytest tests/fastseq/test_ops_conformance.py`", "not measured",
             "needs a checkout of ppl.pmx",
         )
     )  # fmt: skip
@@ -91,9 +92,10 @@ def claims(found: Found) -> list[Claim]:
 
 def caption(found: Found) -> str:
     return (
-        f"{found['cases']} calls of tests/test_ops_conformance.py: {found['factors']['layouts']} cache layouts, "
-        "with pages and with offsets, plain and 8-bit caches, ragged batches of prompts and single tokens, ALiBi, "
-        f"masks, grouped heads. The judge computes in float64 and shares no code with the operator. {where(found)}."
+        f"{found['cases']} calls of tests/fastseq/test_ops_conformance.py: {found['factors']['layouts']} cache "
+        "layouts, with pages and with offsets, plain and 8-bit caches, ragged batches of prompts and single tokens, "
+        f"ALiBi, masks, grouped heads. The judge computes in float64 and shares no code with the operator. "
+        f"{where(found)}."
     )
 
 

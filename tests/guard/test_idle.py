@@ -1,0 +1,163 @@
+"""Work for idle times: when it runs, and that its thread ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+from guarded import until
+
+from attmemo.guard import idle
+from attmemo.guard.idle import Idle
+
+
+class Worker:
+    """So many parts of work."""
+
+    def __init__(self, parts: int = 1) -> None:
+        self.parts, self.threads = parts, list[int]()
+        self.idle = Idle(self.work)
+
+    def work(self) -> bool:
+        self.threads.append(threading.get_ident())
+        self.parts -= 1
+        return self.parts > 0
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 0.01)
+
+
+def thread_of(worker: Worker) -> threading.Thread:
+    thread = worker.idle._thread
+    assert thread is not None
+    return thread
+
+
+def test_all_work_is_done_in_a_thread_of_its_own_once_no_request_runs() -> None:
+    worker = Worker(parts=3)
+    worker.idle.began()
+    worker.idle.ended()
+    worker.idle.wake()
+    assert until(lambda: worker.parts == 0)
+    assert len(set(worker.threads)) == 1
+    assert threading.get_ident() not in worker.threads
+    worker.idle.close()
+
+
+def test_no_work_begins_while_a_request_runs() -> None:
+    worker = Worker()
+    worker.idle.began()
+    worker.idle.began()
+    worker.idle.ended()
+    worker.idle.wake()
+    assert not until(lambda: worker.parts == 0, 0.2)
+    worker.idle.ended()
+    assert until(lambda: worker.parts == 0)
+    worker.idle.close()
+
+
+def test_the_time_until_work_counts_from_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 100.0)
+    worker = Worker()
+    worker.idle.began()
+    worker.idle.ended()
+    assert 90.0 < worker.idle.wait() <= 100.0
+    worker.idle.began()
+    assert worker.idle.wait() == 100.0
+    worker.idle.close()
+
+
+def test_no_thread_runs_before_there_is_work_nor_after_it_was_closed() -> None:
+    worker = Worker()
+    assert worker.idle._thread is None
+    worker.idle.wake()
+    assert until(lambda: worker.parts == 0)
+    thread = thread_of(worker)
+    worker.idle.close()
+    assert not thread.is_alive()
+    worker.idle.wake()
+    assert worker.idle._thread is thread
+
+
+def test_a_worker_that_nothing_holds_ends_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 100.0)
+    worker = Worker()
+    worker.idle.began()
+    worker.idle.wake()
+    thread, gone = thread_of(worker), weakref.ref(worker)
+    assert thread.is_alive()
+    del worker
+    gc.collect()
+    assert gone() is None
+    assert until(lambda: not thread.is_alive())
+
+
+def test_a_forked_child_works_in_a_thread_of_its_own() -> None:
+    worker = Worker(parts=2)
+    worker.idle.began()  # of the parent: the child must not wait for its end
+    child = os.fork()
+    if child == 0:
+        worker.idle.began()
+        worker.idle.ended()
+        worker.idle.wake()
+        os._exit(0 if until(lambda: worker.parts == 0) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert worker.parts == 2
+    worker.idle.close()
+
+
+def test_work_that_fails_does_not_end_the_thread() -> None:
+    worker, done = Worker(parts=2), list[int]()
+
+    def fail_once() -> bool:
+        done.append(1)
+        if len(done) == 1:
+            raise ValueError("no such thing")
+        return False
+
+    worker.idle.part = fail_once  # type: ignore[method-assign]
+    worker.idle.wake()
+    assert until(lambda: len(done) == 1)
+    worker.idle.wake()
+    assert until(lambda: len(done) == 2)
+    worker.idle.close()
+
+
+def test_where_no_thread_can_be_had_work_stays_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        worker.idle.wake()
+        worker.idle.close()
+    assert worker.parts == 1
+
+
+def test_a_fork_waits_for_the_part_that_is_done() -> None:
+    worker, inside, go = Worker(), threading.Event(), threading.Event()
+
+    def slow() -> bool:
+        inside.set()
+        go.wait(10)
+        worker.threads.append(1)
+        return False
+
+    worker.idle._work = lambda: slow  # type: ignore[assignment]
+    worker.idle.wake()
+    assert inside.wait(10)
+    threading.Timer(0.2, go.set).start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if worker.threads == [1] and worker.idle._thread is None else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    worker.idle.close()

@@ -1,0 +1,81 @@
+"""Dockerfile, compose file and systemd unit: linted as far as this machine can, with options that exist."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from attmemo.cli.app import app
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT: Any = typer.main.get_command(app)
+ENVIRONMENT = {str(option.envvar) for option in ROOT.commands["serve"].params if option.envvar} | {"ATTMEMO_CACHE"}
+
+
+def test_the_unit_passes_systemd(tmp_path: Path) -> None:
+    verify = shutil.which("systemd-analyze")
+    if verify is None:
+        pytest.skip("there is no systemd-analyze")
+    program = tmp_path / "attmemo"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    unit = tmp_path / "attmemo.service"
+    text = (DEPLOY / "attmemo.service").read_text()
+    assert text.count("/opt/attmemo/bin/attmemo serve") == 1
+    unit.write_text(text.replace("/opt/attmemo/bin/attmemo", str(program)))
+    done = subprocess.run([verify, "verify", str(unit)], capture_output=True, text=True, timeout=60)
+    said = [line for line in done.stderr.splitlines() if "attmemo.service" in line]
+    assert done.returncode == 0, done.stderr
+    assert not said
+
+
+def test_the_compose_file_is_whole() -> None:
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    workers = [found["services"][name] for name in ("worker-1", "worker-2")]
+    for worker in workers:
+        assert (DEPLOY / worker["build"]["context"] / worker["build"]["dockerfile"]).exists()
+        assert set(worker["environment"]) <= ENVIRONMENT
+        assert "database:/data" in worker["volumes"]
+        assert worker["command"][:2] == ["--host", "0.0.0.0"]
+        assert "API_KEY" in worker["environment"]
+    assert len({worker["ports"][0] for worker in workers}) == 2
+    assert all(port.startswith("127.0.0.1:") for worker in workers for port in worker["ports"])
+    targets = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"][0]
+    assert targets["targets"] == ["worker-1:3000", "worker-2:3000"]
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
+        pytest.skip("the rest needs docker compose")
+    config = [docker, "compose", "-f", str(DEPLOY / "compose.yaml"), "config", "--quiet"]
+    subprocess.run(config, check=True, env={"MODEL": "/m", "API_KEY": "k", "PATH": "/usr/bin:/bin:/usr/local/bin"})
+
+
+def test_the_dockerfile_is_whole() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    lines = [line for line in re.sub(r"\\\n", " ", text).splitlines() if line and not line.startswith("#")]
+    known = {"FROM", "RUN", "ENV", "WORKDIR", "COPY", "USER", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK"}
+    assert {line.split()[0] for line in lines} <= known | {"ENTRYPOINT", "CMD"}
+    entry = 'ENTRYPOINT ["attmemo", "serve", "--host", "0.0.0.0"]'
+    assert entry in lines, "on the loopback of the container no published port would lead to it"
+    assert lines.index("USER attmemo") < lines.index(entry), "root runs nothing"
+    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", text)
+    project = (DEPLOY.parent / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras.split(","))
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("the rest needs hadolint")
+    subprocess.run([hadolint, "--ignore", "DL3008", str(DEPLOY / "Dockerfile")], check=True)
+
+
+def test_options_of_the_unit_exist() -> None:
+    text = (DEPLOY / "attmemo.service").read_text()
+    (command,) = re.findall(r"^ExecStart=\S+ serve (.*)$", text, re.MULTILINE)
+    known = {name for option in ROOT.commands["serve"].params for name in option.opts}
+    assert {word for word in command.split() if word.startswith("--")} <= known
+    assert "--host 0.0.0.0" in command

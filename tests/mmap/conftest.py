@@ -1,0 +1,3 @@
+"""Fixtures of the tests of pages."""
+
+from mmap_tools import arena, pages  # noqa: F401

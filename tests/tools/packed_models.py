@@ -1,0 +1,191 @@
+"""Models whose blocks can be packed, batches for them, heads that read first rows, and what is compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from families import FAMILIES, SIZES, VOCABULARY, _make
+from torch import Tensor, nn
+
+from attmemo import memoize
+from attmemo.db import KIND_TOKENS, DatabaseWriter, Provenance
+from attmemo.forward.plan import Share
+from attmemo.handle.description import describe
+from attmemo.models import adapter_for
+from attmemo.profiler.row_recorder import RowRecorder, row_form
+
+Inputs = dict[str, Tensor]
+
+NEAR = 1e-5
+"""Greatest difference in float32, relative to the range: what the order of sums may change."""
+
+
+def _deberta(*terms: str, **settings: Any) -> Callable[[], nn.Module]:
+    return _make(
+        "DebertaV2Model", "DebertaV2Config",
+        **{**SIZES, "relative_attention": True, "pos_att_type": list(terms), "position_buckets": 16,
+           "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+           "type_vocab_size": 0} | settings,
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    name: FAMILIES[name].make
+    for name in (
+        "BERT", "BERT classifier", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "MPNet",
+        "DeBERTa-v2", "DeBERTa-v3", "ModernBERT", "NomicBERT", "GTE",
+    )
+} | {
+    "DeBERTa, c2p": _deberta("c2p"),
+    "DeBERTa, p2c": _deberta("p2c"),
+    "DeBERTa, no terms": _deberta(),
+    "DeBERTa, terms without distances": _deberta("c2p", "p2c", relative_attention=False),
+    "DeBERTa, keys of its own": _deberta("c2p", "p2c", share_att_key=False),
+    "DeBERTa, no buckets": _deberta("c2p", "p2c", position_buckets=-1, type_vocab_size=2),
+}  # fmt: skip
+"""Every family with blocks, and the forms of DeBERTa-v2."""
+
+REFUSED = ["ALBERT", "DeBERTa", "ViT", "BART encoder", "T5 encoder", "GPT-2", "Llama"]
+"""Families without blocks."""
+
+LONGEST = {"RoBERTa": 63, "XLM-RoBERTa": 63, "CamemBERT": 63, "MPNet": 62, "DistilBERT": 300}
+"""Most tokens: some families count positions from 1 or 2 on."""
+
+
+def longest(name: str) -> int:
+    """Most tokens of this model."""
+    return LONGEST.get(name, 64)
+
+
+def batch(
+    lengths: Sequence[int], seed: int = 0, *, padded: int = 0, left: bool = False, types: bool = False
+) -> Inputs:
+    """Random tokens of these lengths, padded to the longest or to `padded`."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(padded, *lengths)
+    ids, mask = torch.zeros(2, len(lengths), width, dtype=torch.long)
+    for row, n in enumerate(lengths):
+        own = slice(width - n, width) if left else slice(n)
+        ids[row, own] = torch.randint(5, VOCABULARY, (n,), generator=generator)
+        mask[row, own] = 1
+    found = {"input_ids": ids, "attention_mask": mask}
+    if types:
+        found["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=generator) * mask
+    return found
+
+
+def has_types(model: Any) -> bool:
+    """Whether tokens of this model have types."""
+    return int(getattr(model.config, "type_vocab_size", 0) or 0) > 1
+
+
+def host_of(model: nn.Module) -> Any:
+    """The part of the model that calls the blocks."""
+    return adapter_for(model)[0].host(model)
+
+
+def last(model: nn.Module, inputs: Inputs, **more: Any) -> Tensor:
+    """Last hidden states ``[B, L, H]``."""
+    with torch.inference_mode():
+        found: Tensor = host_of(model)(**inputs, **more)[0]
+    return found
+
+
+def valid(inputs: Inputs) -> Tensor:
+    """Which places hold tokens, ``[B, L]``."""
+    return inputs["attention_mask"].bool()
+
+
+def gap(seen: Tensor, expected: Tensor, where: Tensor | None = None) -> float:
+    """Greatest difference, relative to the range; at these places."""
+    if where is not None:
+        seen, expected = seen[where], expected[where]
+    return float((seen.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def root_mean_square(seen: Tensor, expected: Tensor, where: Tensor | None = None) -> float:
+    """Typical difference; at these places. The greatest one in few bits is the luck of one number."""
+    if where is not None:
+        seen, expected = seen[where], expected[where]
+    return float((seen.double() - expected.double()).square().mean().sqrt())
+
+
+def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The bare model, and the same with packed blocks."""
+    bare = MODELS[name]().to(dtype)
+    return bare, memoize(copy.deepcopy(bare), reuse="none")
+
+
+def rows_database(model: nn.Module, batches: Sequence[Inputs], path: Path, storage: str = "float32") -> Path:
+    """A database of the rows of all sequences of these batches, made by packed blocks."""
+    adapter, sites = adapter_for(model)
+    info = describe(model, adapter, sites, "test", 512, None)
+    form = row_form(info, storage)
+    with (
+        RowRecorder(copy.deepcopy(model), adapter, form) as recorder,
+        DatabaseWriter(path, info, storage, {}, kinds=form.kinds) as writer,
+    ):
+        source = writer.add_source("test", "0" * 32)
+        for row, slots in enumerate(slots for inputs in batches for slots in recorder.run(inputs)):
+            writer.add(slots, len(slots[KIND_TOKENS][0]), Provenance(source, row))
+        writer.publish()
+    return path
+
+
+def changed(inputs: Inputs, seed: int, share: float = 0.1) -> Inputs:
+    """The same batch with some tokens replaced, at least one in each sequence of more than two tokens."""
+    rng = np.random.default_rng(seed)
+    ids = inputs["input_ids"].clone()
+    for row, n in enumerate(inputs["attention_mask"].sum(1).tolist()):
+        count = max(1, round(share * n)) if n > 2 else 0
+        places = 1 + rng.choice(max(1, n - 2), count, replace=False)
+        ids[row, places] = 5 + (ids[row, places] - 5 + torch.from_numpy(rng.integers(1, 50, count))) % (VOCABULARY - 5)
+    return inputs | {"input_ids": ids}
+
+
+@contextmanager
+def shares(model: Any) -> Iterator[list[Share]]:
+    """Collects what each forward is served."""
+    planner, found = model.attmemo.engine.planner, list[Share]()
+    own = planner.plan
+
+    def plan(layer: int, *arguments: Any) -> Any:
+        made = own(layer, *arguments)
+        found.extend(made.layers.values())
+        return made
+
+    planner.plan = plan
+    try:
+        yield found
+    finally:
+        del planner.plan
+
+
+HEADS = {
+    "BertForSequenceClassification": "BERT", "RobertaForSequenceClassification": "RoBERTa",
+    "XLMRobertaForSequenceClassification": "XLM-RoBERTa", "CamembertForSequenceClassification": "CamemBERT",
+    "ElectraForSequenceClassification": "ELECTRA", "DistilBertForSequenceClassification": "DistilBERT",
+    "MPNetForSequenceClassification": "MPNet", "DebertaV2ForSequenceClassification": "DeBERTa-v3",
+    "ModernBertForSequenceClassification": "ModernBERT",
+}  # fmt: skip
+
+
+def head(kind: str = "BertForSequenceClassification", family: str = "BERT", **settings: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(3)
+    config = FAMILIES[family].make().config
+    labels = 2 if kind.endswith("QuestionAnswering") else 5
+    config.update({"num_labels": labels, "classifier_pooling": "cls"} | settings)
+    return getattr(transformers, kind)(config).eval()
+
+
+def firsts(model: Any) -> int:
+    """Calls of the blocks that gave first rows alone."""
+    return int(model.attmemo.engine.counters.done.firsts)
