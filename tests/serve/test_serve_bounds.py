@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services import POST, TYPE, Live, connect, counted, is_ended, living, tiny, told, until, whole
+from services import POST, TYPE, Live, connect, counted, is_ended, living, told, until, whole
 
 from attmemo.serve import room, routes_texts
 from attmemo.serve.refusal import Refusal
@@ -19,24 +18,6 @@ from attmemo.serve.room import Room, Share
 from attmemo.serve.service import BODIES, SMALL
 
 GOOD = {"inputs": "alpha"}
-
-
-@pytest.fixture(scope="module", name="model")
-def _model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny(tmp_path_factory.mktemp("model"), None)
-
-
-@pytest.fixture(name="live")
-def _live(model: str) -> Iterator[Live]:
-    with living(model) as found:
-        yield found
-
-
-@pytest.fixture(name="hasty")
-def _hasty(model: str) -> Iterator[Live]:
-    """Clients have .3 seconds."""
-    with living(model, client_seconds=0.3) as found:
-        yield found
 
 
 HELD = POST + TYPE + b"content-length: 200001\r\n\r\n"

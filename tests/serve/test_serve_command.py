@@ -33,11 +33,6 @@ from attmemo.serve.server import is_open, listen, url_of
 SECRET = "zeta 41 zeta 17 zeta"
 
 
-@pytest.fixture(scope="module", name="model")
-def _model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny(tmp_path_factory.mktemp("model"), None)
-
-
 def attmemo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from attmemo.cli import main; main()", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services import Live, ask, living, tiny
+from services import Live, ask, living
 
 from attmemo.serve import threads as text_threads
 from attmemo.serve.refusal import Refusal
@@ -24,11 +24,6 @@ from attmemo.serve.threads import CHARACTERS, PIECE, REST, TextThreads, cut
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 LIMIT = 16
-
-
-@pytest.fixture(scope="module", name="model")
-def _model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny(tmp_path_factory.mktemp("model"), None)
 
 
 @pytest.fixture(name="live")

@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 from pools import refuse
-from services import living, tiny
+from services import living
 
 TEXTS = ["alpha 1 beta", "alpha 2 beta", "gamma 3 delta"]
-
-
-@pytest.fixture(scope="module", name="model")
-def _model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny(tmp_path_factory.mktemp("model"), None)
 
 
 def answers(model: str, folder: Path) -> tuple[list[list[float]], int]:

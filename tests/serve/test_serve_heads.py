@@ -5,36 +5,17 @@ from __future__ import annotations
 import resource
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
-from services import POST, TYPE, Live, connect, counted, is_ended, living, tiny, told, until, whole
+from services import POST, TYPE, Live, connect, counted, is_ended, told, until, whole
 
 from attmemo.serve import clients
 from attmemo.serve.clients import CONNECTIONS, FILES, most_connections
 from attmemo.serve.connection import HEAD, HEADERS, PIPELINED
 
 GOOD = {"inputs": "alpha"}
-
-
-@pytest.fixture(scope="module", name="model")
-def _model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny(tmp_path_factory.mktemp("model"), None)
-
-
-@pytest.fixture(name="live")
-def _live(model: str) -> Iterator[Live]:
-    with living(model) as found:
-        yield found
-
-
-@pytest.fixture(name="hasty")
-def _hasty(model: str) -> Iterator[Live]:
-    """Clients have .3 seconds."""
-    with living(model, client_seconds=0.3) as found:
-        yield found
 
 
 def filled(size: int) -> bytes:

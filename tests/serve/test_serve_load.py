@@ -20,17 +20,12 @@ from urllib.parse import urlparse
 
 import numpy as np
 import pytest
-from services import WORDS, Live, Reply, living, tiny
+from services import WORDS, Live, Reply, living
 
 from attmemo.serve import server
 from attmemo.serve.service import WATCHED
 
 LIMIT = 16
-
-
-@pytest.fixture(scope="module", name="model")
-def _model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny(tmp_path_factory.mktemp("model"), None)
 
 
 @pytest.fixture(name="live")

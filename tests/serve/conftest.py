@@ -1,0 +1,37 @@
+"""Fixtures of the tests of the service. Tools are imported late: they skip where the service is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from services import Live
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a tiny model that embeds."""
+    from services import tiny
+
+    return tiny(tmp_path_factory.mktemp("model"), None)
+
+
+@pytest.fixture
+def live(model: str) -> Iterator[Live]:
+    """A server of its own, with the usual settings."""
+    from services import living
+
+    with living(model) as found:
+        yield found
+
+
+@pytest.fixture
+def hasty(model: str) -> Iterator[Live]:
+    """Clients have .3 seconds."""
+    from services import living
+
+    with living(model, client_seconds=0.3) as found:
+        yield found
