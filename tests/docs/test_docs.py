@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import typer
 from docs_tools import DOCUMENTS, README, REPOSITORY, inline, shell_lines
 
 from attmemo.cli.app import app
-from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS
 
 ROOT: Any = typer.main.get_command(app)
 ENDS = {"|", "||", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&"}
@@ -100,29 +98,6 @@ def test_the_page_of_commands_has_every_command() -> None:
     for name, command in ROOT.commands.items():
         for sub in getattr(command, "commands", {"": None}):
             assert re.search(rf"{name}\b.*\b{sub}\b" if sub else rf"\b{name}\b", text), f"{name} {sub}"
-
-
-def test_the_page_of_commands_names_those_that_give_no_json() -> None:
-    text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
-    groups = [getattr(command, "commands", {"": command}) for command in ROOT.commands.values()]
-    leaves = [leaf for group in groups for leaf in group.values()]
-    without = [leaf.name for leaf in leaves if not any("--json" in parameter.opts for parameter in leaf.params)]
-    assert without == re.findall(r"each but `([a-z-]+)` has `--json FILE`", text)
-
-
-def test_the_numbers_of_the_first_page_were_measured() -> None:
-    """Each row of the table is that of docs/streams-avx512.json, which scripts/bench_streams.py writes."""
-    streams = json.loads((REPOSITORY / "docs" / "streams-avx512.json").read_text())["streams"]
-    rows = dict(re.findall(r"^\| (\w+) \| ([\d.–][^\n]*) \|$", README.read_text(encoding="utf-8"), re.MULTILINE))
-    assert rows.keys() == streams.keys()
-    for name, row in rows.items():
-        parts = streams[name]["parts"]
-        speeds = [
-            *(parts["all"]["speed"][way] for way in (OPENVINO, ONNX, PACKED, CACHE, ROWS)),
-            parts["last third"]["speed"][ROWS],
-        ]
-        changed = f"{100 * parts['all']['changed'][ROWS]:.2f} %"
-        assert row.split(" | ") == [*(f"{speed:.2f}" for speed in speeds), changed]
 
 
 def test_commands_in_the_help_parse() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from page_code import DOCS, run
+from docs_tools import DOCS, run
 from shared_data import shared
 from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner

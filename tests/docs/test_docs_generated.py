@@ -1,0 +1,68 @@
+"""Pages and tables that scripts make of JSON are what these scripts make of it today."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from docs_tools import REPOSITORY, measured, numbers, page
+
+COPIES = ("fig15", "table8", "fastseq_table1", "fastseq_table3", "fastseq_table4", "el_table2", "el_table3")
+"""Files of docs/paper that copy other records. Every number of paper.md is in one of docs/paper: test_paper.py."""
+Scripts = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Scripts:
+    """Imports a script of the repository by its name."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("name", ["bench-families", "bench-twelve-layers"])
+def test_the_pages_of_families_are_those_of_their_json(
+    name: str, script: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families = script("bench_families")
+    monkeypatch.setattr(families, "draw_families", lambda found: b"")
+    families.write(measured(f"{name}.json"), tmp_path / name)
+    texts = page(f"{name}.md"), (tmp_path / f"{name}.md").read_text(encoding="utf-8")
+    lines = ([line for line in text.splitlines() if line.startswith(("|", "Conditions"))] for text in texts)
+    assert next(lines) == next(lines)
+    assert numbers(texts[0]) == numbers(texts[1])  # the words of notes were edited, their numbers were not
+
+
+def test_the_page_of_fastseq_is_that_of_its_json(script: Scripts) -> None:
+    assert page("fastseq-bench.md") == script("bench_fastseq").table(measured("fastseq-bench.json"))
+
+
+@pytest.mark.parametrize(("name", "tables"), [("decoder", "tables"), ("pruned", "table")])
+def test_the_tables_of_the_studies_are_those_of_their_json(name: str, tables: str, script: Scripts) -> None:
+    marked, study = script("marked"), script(f"study_{name}")
+    text = page(f"study-{name}.md").split(marked.BEGIN)[1].split(marked.END)[0]
+    assert text.split() == getattr(study, tables)(measured(f"study-{name}.json")).split()
+
+
+@pytest.mark.parametrize("name", ["ngram", "ngram-gpu"])
+def test_the_tables_of_ngrams_are_those_of_their_json(name: str, script: Scripts) -> None:
+    text = page("generate.md").split(f"[{name}.json]")[1].split(".json]")[0]
+    assert script("bench_ngram").table(measured(f"{name}.json")["cases"]) in text
+
+
+def test_the_tables_of_a_cpu_are_those_of_the_json(script: Scripts) -> None:
+    bench, rows = script("bench_attention_op"), measured("attention-op.json")["rows"]
+    for kind in ("float32", "bfloat16"):
+        assert bench.table([row for row in rows if row["queries"] == kind]) in page("attention-op.md")
+    assert bench.table_of_means(bench.mean_speedups(rows)) in page("attention-op.md")
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_a_figure_took_from_other_records_is_still_there(name: str, script: Scripts) -> None:
+    run = script("paper.frame").Run(Path(), Path())
+    found = json.loads(json.dumps(script("paper.registry").figure(name).measure(run)))
+    kept = measured(f"paper/{name}.json")
+    assert found == {key: kept[key] for key in found}
