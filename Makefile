@@ -49,7 +49,8 @@ test-slow: $(READY)  ## the tests that take minutes: races and leaks that need m
 # sees what was compiled for .venv. The first time it downloads gigabytes: this torch may come with its CUDA libraries.
 OLDEST := build/oldest
 KERNELS := linear.py linear16.py linear32.py panels.py row_attention.py align.py rows_supply.py
-ON_OLDEST := tests/packed/test_packed.py tests/rows/test_rows.py tests/rows/test_sketch.py tests/profiler/test_rows_build.py
+ON_OLDEST := $(addprefix tests/packed/test_packed,.py _surroundings.py _refused.py) tests/profiler/test_rows_build.py
+ON_OLDEST += $(addprefix tests/rows/test_,rows.py rows_attached.py sketch.py)
 ON_OLDEST += $(addprefix tests/kernels/test_,$(KERNELS))
 test-oldest: $(READY)  ## the tests of blocks and rows with the oldest torch that pyproject.toml allows
 	@mkdir -p build

@@ -20,8 +20,6 @@ from attmemo.kernels.align import (
 )
 
 BARE = Rule(near=0, edges=False, ends=False)
-
-
 Sequences = list[list[int]]
 
 

@@ -1,14 +1,25 @@
-"""Made-up records of rows, and a store that is offered them."""
+"""Models that are served rows of records, made-up records, and a store that is offered them."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import shutil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
+from packed_models import (
+    batch,
+    pair,
+    rows_database,
+)
 from torch import Tensor
 
+from attmemo import memoize
 from attmemo.db.encodings import quantize
 from attmemo.kernels.align import Rule
 from attmemo.rows.candidate import Offer
@@ -17,11 +28,7 @@ from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.store import Fetched
 
 LAYERS, HEADS, WIDTH = 2, 2, 8
-
-
 FLOAT = (torch.float32, torch.float32)
-
-
 Tokens = npt.NDArray[np.int32]
 
 
@@ -90,3 +97,38 @@ def find(store: GrowingRows, tokens: Tokens) -> npt.NDArray[np.int64]:
     """The record of these very tokens, or -1; asking does not count as use. Others may share a sketch by chance."""
     found = store.index.best(tokens, numbers(0, len(tokens)), Rule(near=0, edges=False, ends=False))
     return np.where(found.computed == 0, found.record, -1)
+
+
+
+STORED = [30, 20, 33, 11, 25, 20]
+
+
+class Case:
+    """A bare model, the same with packed blocks, a batch, and a database of its rows."""
+
+    def __init__(self, name: str, folder: Path, storage: str = "float32", dtype: torch.dtype = torch.float32) -> None:
+        self.name, self.storage = name, storage
+        self.bare, self.packed = pair(name, dtype)
+        self.stored = batch(STORED, 3)
+        self.path = rows_database(self.bare, [self.stored], folder / "db", storage)
+
+    def serve(self, threshold: Any = 0.5, path: Any = None, **options: Any) -> Any:
+        """A model of one's own that is served; always looked up, so that nothing depends on this machine's speed."""
+        options = {"gate": False, "budget": None} | options
+        return memoize(copy.deepcopy(self.bare), threshold, path or self.path, **options)
+
+
+@pytest.fixture(scope="module", name="case")
+def _case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case("BERT", tmp_path_factory.mktemp("bert-rows"))
+
+
+@pytest.fixture(params=["BERT", "ModernBERT"], scope="module", name="both")
+def _both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp("both-rows"))
+
+
+@pytest.fixture(name="path")
+def _path(both: Case, tmp_path: Path) -> Path:
+    """A copy of the database, to be damaged."""
+    return Path(shutil.copytree(both.path, tmp_path / "db"))

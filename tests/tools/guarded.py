@@ -19,8 +19,6 @@ from attmemo import memoize
 from attmemo.guard.certificate import Counts
 
 LENGTHS = [30, 20, 33, 16, 25, 20]
-
-
 FIRST, SECOND = 4, 10
 """Places of two tokens that are changed. Those around them are the same in all variants."""
 
@@ -30,8 +28,6 @@ BEGUN: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
 NAMES = ["BERT", "BERT classifier", "DeBERTa-v3"]
-
-
 BASE = batch(LENGTHS, 3)
 
 

@@ -16,8 +16,6 @@ from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.train import train_database
 
 STORED = [9, 12, 9, 7, 12, 16, 9, 12, 7, 16]  # valid tokens of the records
-
-
 NEAR = 1e-5
 
 

@@ -17,8 +17,6 @@ from attmemo.profiler.models import load_model
 from attmemo.profiler.train import train_database
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-
 TINY: dict[str, Any] = {
     "vocab_size": 600,
     "hidden_size": 32,

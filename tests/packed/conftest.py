@@ -1,0 +1,3 @@
+"""Fixtures of the tests of packed blocks."""
+
+from packed_tools import _both  # noqa: F401
