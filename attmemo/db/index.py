@@ -20,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from attmemo.db.catalogue import Snapshot
-from attmemo.errors import DatabaseCorruptError, DatabaseError
-from attmemo.system.extras import install
+from attmemo.errors import DatabaseCorruptError
 
 Backend = Literal["faiss", "hnswlib", "flat"]
 BACKENDS: Final = ("faiss", "hnswlib", "flat")
@@ -123,7 +122,9 @@ class HnswlibIndex:
     """hnswlib. Only vectors are stored: its files hold addresses that it would follow unchecked."""
 
     def __init__(self, vectors: Vectors) -> None:
-        self._index = _hnswlib().Index("l2", vectors.shape[1])
+        import hnswlib
+
+        self._index = hnswlib.Index("l2", vectors.shape[1])
         self._index.init_index(len(vectors), ef_construction=EF_CONSTRUCTION, M=LINKS, random_seed=0)
         self._index.add_items(np.ascontiguousarray(vectors, np.float32), np.arange(len(vectors)), num_threads=1)
         self._index.set_num_threads(1)
@@ -157,8 +158,6 @@ def load_index(raw: npt.NDArray[np.uint8], dimension: int, backend: Backend) -> 
     """What `dump` of an index wrote, only for bytes whose digest was checked; ValueError if it is something else."""
     if backend == "faiss":
         return FaissIndex.load(raw, dimension)
-    if backend == "hnswlib":
-        _hnswlib()  # that it is missing comes first
     return build_index(_vectors(raw, dimension), backend)
 
 
@@ -344,11 +343,3 @@ def _check_graph(raw: npt.NDArray[np.uint8], dimension: int) -> None:
     level = np.searchsorted(room, np.arange(len(links)) - np.repeat(starts[:-1], sizes), side="right") - 1
     if (levels[links] <= level)[links >= 0].any():
         raise ValueError("an index links to a vector on a level where it is not")
-
-
-def _hnswlib() -> Any:
-    try:
-        import hnswlib
-    except ImportError as error:
-        raise DatabaseError("the index backend hnswlib is not installed.", install("hnswlib")) from error
-    return hnswlib

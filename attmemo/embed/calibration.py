@@ -109,10 +109,8 @@ def _curves(d: Floats, y: Floats) -> tuple[Curve, Curve]:
 
 
 def _isotonic(x: Floats, y: Floats, *, increasing: bool) -> Curve:
-    """The monotone curve nearest to the points, straight between them and level outside; `x` ascends."""
-    from scipy.optimize import isotonic_regression  # takes a while to import, and serving only reads curves
+    """The monotone curve nearest to the points, straight between them and level outside."""
+    from sklearn.isotonic import IsotonicRegression  # takes a while to import, and serving only reads curves
 
-    places, starts, counts = np.unique(x, return_index=True, return_counts=True)
-    means = np.add.reduceat(y, starts) / counts
-    fitted = isotonic_regression(means, weights=counts, increasing=increasing).x
-    return lambda at: np.interp(at, places, fitted)
+    curve: Curve = IsotonicRegression(increasing=increasing, out_of_bounds="clip").fit(x, y).predict
+    return curve

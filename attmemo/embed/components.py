@@ -41,35 +41,31 @@ def find_components(
     database: Database, layer: int, records: Ints, channels: int, generator: np.random.Generator
 ) -> Components:
     """The components of a layer's inputs (-1: of the first layer's), over a sample of records."""
+    from sklearn.utils.extmath import randomized_svd  # takes a while to import, and serving has the embedder
+
     token, bias = _token_components(database, layer, records, channels, generator)
     lengths = by_length(database, records)
     flat = torch.zeros(len(records), max(lengths) * token.shape[1])
     for places, hidden in read_inputs(database, layer, records):
-        found = (hidden @ token + bias).flatten(1)
-        flat[torch.from_numpy(places), : found.shape[1]] = found
+        inside = (hidden @ token + bias).flatten(1)
+        flat[torch.from_numpy(places), : inside.shape[1]] = inside
     for rows in map(torch.from_numpy, lengths.values()):
         flat[rows] -= flat[rows].mean(0)
-    _, _, directions = torch.pca_lowrank(flat, q=min(WIDTH, *flat.shape), center=False, niter=3)
+    _, _, found = randomized_svd(flat.numpy(), min(WIDTH, *flat.shape), n_iter=3, random_state=0)
+    directions = torch.from_numpy(found.T.copy())
     return Components(token, bias, directions, flat @ directions)
 
 
 def _token_components(
     database: Database, layer: int, records: Ints, channels: int, generator: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
+    from sklearn.decomposition import PCA
+
     order = generator.permutation(records)
     enough = int(np.searchsorted(np.cumsum(database.records.lengths[order]), _TOKENS)) + 1
-    hidden_size = database.manifest.model.hidden
-    about, total, count = torch.zeros(hidden_size), torch.zeros(hidden_size), 0
-    squares = torch.zeros(hidden_size, hidden_size)
-    for _, hidden in read_inputs(database, layer, order[:enough]):
-        tokens = hidden.flatten(0, 1)
-        if not count:
-            about = tokens.mean(0)  # near the mean: squares of large numbers would cancel in float32
-        tokens -= about
-        total += tokens.sum(0)
-        squares += tokens.T @ tokens
-        count += len(tokens)
-    squares -= torch.outer(total, total) / count
-    vectors = torch.linalg.eigh(squares).eigenvectors
-    token = vectors[:, -min(channels, hidden_size) :].flip(1).contiguous()
-    return token, -((about + total / count) @ token)
+    tokens = torch.cat([hidden.flatten(0, 1) for _, hidden in read_inputs(database, layer, order[:enough])])
+    mean = tokens.mean(0)
+    tokens -= mean  # here and not by sklearn, which takes the mean from products: large numbers cancel in float32
+    found = PCA(min(channels, *tokens.shape), svd_solver="covariance_eigh").fit(tokens.numpy())
+    token = torch.from_numpy(found.components_.T.copy())
+    return token, -(mean @ token)

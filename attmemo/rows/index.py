@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -202,8 +201,8 @@ class TokenIndex:
     Notes
     -----
     Two tokens are the same if their ids are: a caller that has token types combines both into one int32. Few records
-    are all compared with an input; from `GRAPH_FROM` on a graph is searched if hnswlib is installed. The graph is
-    filled by and by, a few records with each one that is added.
+    are all compared with an input; from `GRAPH_FROM` on a graph of hnswlib is searched. It is filled by
+    and by, a few records with each one that is added.
     """
 
     def __init__(self, sketch: Sketch | None = None) -> None:
@@ -211,7 +210,6 @@ class TokenIndex:
         self._shelf = _Shelf.empty(FEWEST, 64 * FEWEST, self.sketch.dimensions)
         self._same: dict[int, tuple[int, ...]] = {}  # numbers of records by the hash of their tokens
         self._graph: _Graph | None = None
-        self._has_graphs = importlib.util.find_spec("hnswlib") is not None
         self._next = 0
         self._writing = ThreadLock()
 
@@ -282,7 +280,7 @@ class TokenIndex:
             return self._graph is not None and self._graph.next < self._next
 
     def _link(self, most: int) -> None:
-        if self._graph is None and self._has_graphs and len(self) >= GRAPH_FROM:
+        if self._graph is None and len(self) >= GRAPH_FROM:
             self._graph = _Graph(self.sketch.dimensions)
         if self._graph is not None:
             self._graph.catch_up(self._shelf, most)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from attmemo.db import BACKENDS, FlatIndex
 from attmemo.db.index import VectorIndex, build_index
-from attmemo.errors import AttmemoError, DatabaseError
 from attmemo.profiler.bench import limits
 from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.system.machine import conditions
@@ -31,7 +30,7 @@ def bench_search(
     queries : int
         Vectors searched at once, each near a stored one.
     backends : sequence of {"faiss", "hnswlib", "flat"}
-        Those to measure; one that is not installed is left out with a note.
+        Those to measure.
     repeats, max_bytes, progress : int, int and callable
         Turns counted, each with other queries; most bytes in memory; called with (what, done, total).
 
@@ -66,18 +65,13 @@ def bench_search(
         chosen = vectors[generator.integers(records, size=queries)]
         asked.append(chosen + 0.05 * generator.standard_normal((queries, dimension), np.float32))
 
-    notes = limits.busy(where)
     indexes: dict[str, VectorIndex] = {}
     build_seconds: dict[str, float] = {}
     wanted: list[Any] = list(dict.fromkeys(backends))  # checked against BACKENDS
     with limits.threads_kept():  # one thread for faiss is one for torch: the two may share an OpenMP runtime
         for step, backend in enumerate(wanted):
             progress("indexes", step, len(wanted))
-            try:
-                build_index(vectors[:1], backend)  # imports the library, or fails by name
-            except (DatabaseError, ImportError) as error:
-                notes.append(f"{backend} is left out: {error.what if isinstance(error, AttmemoError) else error}")
-                continue
+            build_index(vectors[:1], backend)  # imports the library
             start = time.perf_counter()
             indexes[backend] = build_index(vectors, backend)
             build_seconds[backend] = time.perf_counter() - start
@@ -95,7 +89,7 @@ def bench_search(
                 "us_per_query": 1e3 * found[name].ms / queries, "recall_at_1": float(np.mean(near)),
                 "bytes": index.dump().nbytes,
             })  # fmt: skip
-    return {"rows": rows, "conditions": where | sizes | {"repeats": repeats}, "notes": notes}
+    return {"rows": rows, "conditions": where | sizes | {"repeats": repeats}, "notes": limits.busy(where)}
 
 
 def _search_job(index: VectorIndex, asked: Sequence[npt.NDArray[np.float32]]) -> Job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from attmemo.db import BACKENDS, Backend, FlatIndex, LayerIndex
 from attmemo.db import index as db_index
 from attmemo.db.catalogue import Snapshot
 from attmemo.db.index import build_index, load_index
-from attmemo.errors import DatabaseCorruptError, DatabaseError
-from attmemo.system.extras import install
+from attmemo.errors import DatabaseCorruptError
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +56,7 @@ def same(one: Found, two: Found) -> bool:
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """Each backend in turn; hnswlib only where it is installed."""
-    if request.param == "hnswlib":
-        pytest.importorskip("hnswlib", reason="hnswlib is an extra")
+    """Each backend in turn."""
     return request.param  # type: ignore[no-any-return]
 
 
@@ -252,16 +248,6 @@ def test_a_file_that_is_no_container_is_refused(tmp_path: Path) -> None:
         LayerIndex.load(tmp_path / "nowhere", DIMENSION, "faiss", SIXTY, 1)
     with pytest.raises(DatabaseCorruptError, match="unknown index backend 'annoy'"):
         LayerIndex.load(tmp_path / "x", DIMENSION, "annoy", SIXTY, 1)
-
-
-def test_without_hnswlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for the optional backend without the extra: told what to install."""
-    monkeypatch.setitem(sys.modules, "hnswlib", None)
-    with pytest.raises(DatabaseError, match=r"hnswlib is not installed") as caught:
-        build_index(clustered(5), "hnswlib")
-    assert caught.value.hint == install("hnswlib")
-    with pytest.raises(DatabaseError, match="hnswlib is not installed"):
-        load_index(np.zeros(8, np.uint8), DIMENSION, "hnswlib")
 
 
 def test_building_does_not_slow_torch_down() -> None:

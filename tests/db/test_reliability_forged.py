@@ -286,8 +286,6 @@ def forged_in_a_child(backend: str, seed: int, trials: int, seconds: float = 1e9
 @pytest.mark.parametrize("backend", ["faiss", "hnswlib", "flat"])
 def test_a_forged_database_never_ends_the_process(backend: str) -> None:
     """Fields of manifest, header, catalogue, embedder and index changed, digests made to fit: an error by name."""
-    if backend == "hnswlib":
-        pytest.importorskip("hnswlib", reason="hnswlib is an extra")
     forged_in_a_child(backend, seed=31, trials=800)
 
 
@@ -336,7 +334,5 @@ def test_a_graph_is_never_followed_out_of_its_memory(field: str, place: int | No
 @pytest.mark.parametrize("backend", ["faiss", "hnswlib", "flat"])
 def test_a_database_forged_for_minutes_never_ends_the_process(backend: str) -> None:
     """Ten minutes in all."""
-    if backend == "hnswlib":
-        pytest.importorskip("hnswlib", reason="hnswlib is an extra")
     for part in range(4):
         forged_in_a_child(backend, seed=3100 + part, trials=1 << 30, seconds=50.0)

@@ -16,7 +16,6 @@ from attmemo.kernels import _row_attention
 from attmemo.profiler import doctor
 from attmemo.profiler.doctor import advise, examine, plan
 from attmemo.system import memory
-from attmemo.system.extras import install
 
 GIB = 1 << 30
 FILES = {
@@ -130,7 +129,6 @@ class TestAdvice:
             ({"settings": {}}, "idle threads spin", "export GOMP_SPINCOUNT=30000"),
             ({"cache.writable": False}, "cannot be written", "export ATTMEMO_CACHE=/a/folder/of/yours"),
             ({"cache.filesystem": "nfs4"}, "is on nfs4", "export ATTMEMO_CACHE=/a/local/folder"),
-            ({"packages.hnswlib": False}, "4,000 records", install("hnswlib")),
             ({"max_map_count": 65530}, "few mappings", "sudo sysctl -w vm.max_map_count=1048576"),
             ({"huge_pages.files": "never"}, "no huge pages",
              "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled"),

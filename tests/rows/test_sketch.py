@@ -110,7 +110,6 @@ class TestSketch:
 def index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TokenIndex:
     """Empty, comparing with all records or, from twenty on, searching a graph."""
     if request.param == "graph":
-        pytest.importorskip("hnswlib")
         monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
     return TokenIndex()
 
@@ -206,7 +205,6 @@ class TestTokenIndex:
         assert (index.find(*packed([np.empty(0, np.int32)])) == -1).all()
 
     def test_a_graph_finds_nearly_what_a_comparison_with_all_finds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("hnswlib")
         monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
         graph = TokenIndex()
         monkeypatch.setattr(tokens_module, "GRAPH_FROM", 10**9)
@@ -224,16 +222,7 @@ class TestTokenIndex:
         assert whole._graph is None
         assert (graph.find(*asked, k=4) == whole.find(*asked, k=4)).mean() > 0.95
 
-    def test_without_hnswlib_all_records_are_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        index, lines = TokenIndex(), templates(60)
-        numbers = [index.add(line) for line in lines]
-        assert index._graph is None
-        assert index.find(*packed(lines), k=1)[:, 0].tolist() == numbers
-
     def test_all_records_are_compared_when_the_graph_reaches_too_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("hnswlib")
         monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
         index, lines = TokenIndex(), templates(60)
         numbers = [index.add(line) for line in lines]
@@ -373,7 +362,6 @@ class TestExtend:
 
     def test_a_graph_that_is_behind_catches_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The graph takes a few records with each one that is added: right behind many it is not whole."""
-        pytest.importorskip("hnswlib")
         monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
         index, lines = TokenIndex(), templates(300)
         index.extend(lines[:200], range(0, 400, 2))
