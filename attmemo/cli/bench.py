@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from attmemo.cli.console import Output, cell, output
-from attmemo.cli.files import check_writable, write_whole
+from attmemo.cli.files import check_plot, write_whole
 from attmemo.cli.options import EIGHT_GIB, Json, Precision, Quiet, Residency, count, parse_size, precision
 from attmemo.cli.peers import peers
 from attmemo.errors import AttmemoError
@@ -206,10 +206,7 @@ def _bench(
 ) -> None:  # fmt: skip
     """Run a benchmark and show its rows, picture, notes and conditions."""
     with output(json, quiet) as out:
-        if plot is not None:  # refused before the work
-            if plot.suffix.lower() != ".png":
-                raise AttmemoError(f"--plot {plot} cannot be written: it is drawn as PNG.", "name a .png file")
-            check_writable("--plot", plot)
+        check_plot(plot)
         try:
             found = run(repeats=repeats, max_bytes=max_bytes, progress=out.stages)
         except ValueError as error:

@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 from attmemo.errors import AttmemoError
+from attmemo.system.extras import check_installed
 
 
 def check_apart(written: Mapping[str, Path], read: Mapping[str, Path]) -> None:
@@ -33,6 +34,16 @@ def check_writable(name: str, path: Path) -> None:
         raise _unwritable(name, path, f"there is no directory {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise _unwritable(name, path, "permission denied")
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a --plot that cannot be drawn there, before the work; None is no plot."""
+    if path is None:
+        return
+    if path.suffix.lower() != ".png":
+        raise AttmemoError(f"--plot {path} cannot be written: it is drawn as PNG.", "name a .png file")
+    check_installed("report", "matplotlib")
+    check_writable("--plot", path)
 
 
 def check_directory(name: str, path: Path) -> None:

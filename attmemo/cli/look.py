@@ -16,6 +16,7 @@ from attmemo.cli.build import show_layers
 from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.measure import show_tuning
 from attmemo.cli.options import DatabasePath, Json, Quiet
+from attmemo.system.extras import check_installed
 from attmemo.wording import counted
 
 if TYPE_CHECKING:
@@ -66,10 +67,12 @@ def _summarize_filling(db: Path) -> dict[str, Any]:
 
 def _plot(file: Path, found: dict[str, Any]) -> None:
     from attmemo.errors import DataError
-    from attmemo.profiler.history import plot_history
 
     if not found["history"]:
         raise DataError(f"{found['path']}: no request was noted yet.", "ask the model, then inspect again")
+    check_installed("report", "matplotlib")
+    from attmemo.profiler.history import plot_history
+
     file.write_bytes(plot_history(found["history"]))
 
 

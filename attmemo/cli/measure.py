@@ -13,6 +13,7 @@ from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_directory
 from attmemo.cli.filling import check_prepared
 from attmemo.errors import AttmemoError
+from attmemo.system.extras import check_installed
 from attmemo.wording import counted
 
 
@@ -134,7 +135,6 @@ def evaluate(
     with output(json, quiet, "interrupted; the database is as it was, no report was written") as out:
         from attmemo.db import kept_in, read_manifest
         from attmemo.profiler import evaluate as asking
-        from attmemo.profiler.report import write_report
 
         check_prepared(
             db, "evaluate is for prepared databases",
@@ -142,6 +142,7 @@ def evaluate(
         )  # fmt: skip
         if report is not None:
             check_directory("--report", report)
+            check_installed("report", "jinja2", "matplotlib")
         manifest = read_manifest(db)
         layers = manifest.model.layers
         if isinstance(threshold, list) and kept_in(manifest) == "rows":
@@ -151,16 +152,19 @@ def evaluate(
             raise AttmemoError(wrong, f"give one, or {layers}")
         chosen = options.choose(asking.EvaluateOptions, values)
         result = asking.evaluate(db, [*data, *(more or ())], chosen, out.stages)
-        written = write_report(result, report) if report is not None else []
+        if report is not None:
+            from attmemo.profiler.report import write_report
+
+            write_report(result, report)
         show_result(out, result)
-        if written:
-            out.say(f"Report: {written[0]}")
+        if report is not None:
+            out.say(f"Report: {report / 'report.html'}")
         out.result(result)
 
 
 def show_result(out: Output, result: dict[str, Any]) -> None:
     """The report's tables, and last its verdict."""
-    from attmemo.profiler.report import make_tables
+    from attmemo.profiler.tables import make_tables
 
     for table in make_tables(result):
         out.table(table.title, table.columns, table.rows, table.note)

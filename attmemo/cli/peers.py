@@ -11,8 +11,7 @@ import typer
 
 from attmemo.cli import options
 from attmemo.cli.console import Output, output
-from attmemo.cli.files import check_apart, check_writable, write_whole
-from attmemo.errors import AttmemoError
+from attmemo.cli.files import check_apart, check_plot, write_whole
 from attmemo.wording import counted
 
 _COLUMNS = 80
@@ -102,10 +101,8 @@ def peers(
 def _check_files(data: list[Path], json: str | None, plot: Path | None) -> None:
     """Refuse files before the work."""
     written = {} if json is None or json == "-" else {"--output": Path(json)}
+    check_plot(plot)
     if plot is not None:
-        if plot.suffix.lower() != ".png":
-            raise AttmemoError(f"--plot {plot} cannot be written: it is drawn as PNG.", "name a .png file")
-        check_writable("--plot", plot)
         written["--plot"] = plot
     check_apart(written, {f"FILE {number}": file for number, file in enumerate(data, 1)})
 

