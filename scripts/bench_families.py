@@ -5,20 +5,33 @@
     python scripts/bench_families.py bert deberta-v2 --layers 12 --lengths 128 512 --long-lengths --batches 1 8 \
         --dtypes float32 --output docs/bench-twelve-layers
 
-The same as `attmemo bench layer --all-families`, family by family: stopped early, it keeps the families that are done.
+Family by family: stopped early, it keeps the families that are done.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from attmemo.errors import StorageFullError
 from attmemo.models import ADAPTERS
-from attmemo.profiler.bench.families import BATCHES, DTYPES, LENGTHS, LONG_LENGTHS, MOST_TOKENS, bench_families, gist
-from attmemo.profiler.bench.plots import draw_families
+from attmemo.profiler.bench.layer import bench_layer
+from attmemo.profiler.bench.limits import MAX_BYTES
+from attmemo.profiler.plots import BLUE, INK, ORANGE, STYLE, png
+
+LENGTHS = (128, 512)
+LONG_LENGTHS = (1024, 2048)  # of decoders too
+BATCHES = (1, 8, 32)
+DTYPES = ("float32", "bfloat16")
+MOST_TOKENS = 32 * 512  # maps of a long batch are many bytes; a server with few cores prefills less at once
+OF_A_CASE = {"dtype", "storage_dtype", "batch_size", "max_length", "records", "attention", "page_bytes", "fetch"}
 
 HEAD = """# Speed by family, {layers} layers
 
@@ -36,9 +49,74 @@ with one lookup a forward.
 * Below 1 (above all bfloat16 at one short sequence) serving costs more than it saves. The gate leaves such calls
   alone; it is switched off in this measurement.
 
-`scripts/bench_families.py` makes this page; `attmemo bench layer --all-families` measures the same.
+`scripts/bench_families.py` makes this page. `attmemo bench layer` measures one of its cells.
 
 """
+
+
+def bench_families(
+    *, families: Sequence[str] | None = None, dtypes: Sequence[str] = DTYPES, lengths: Sequence[int] = LENGTHS,
+    long_lengths: Sequence[int] = LONG_LENGTHS, batches: Sequence[int] = BATCHES, hidden: int = 768, heads: int = 12,
+    layers: int = 2, repeats: int = 3, most_tokens: int = MOST_TOKENS, max_bytes: int = MAX_BYTES,
+) -> dict[str, Any]:  # fmt: skip
+    """One forward with every sequence served, against the exact one, for every family.
+
+    `families` are all by default; `long_lengths` are measured of decoders besides `lengths`; batches of more than
+    `most_tokens` are left out. The one lookup of a forward is divided among `layers`, so few layers make it look dear.
+    The others are those of `bench_layer`.
+
+    Returns
+    -------
+    dict
+        ``rows``: ``family``, ``dtype``, ``length``, ``batch``; ``exact_ms``, ``served_ms`` and ``ceiling_ms`` of a
+        forward; ``speedup`` and ``ceiling`` (exact over served, exact over ceiling); ``share_of_ceiling``;
+        ``overhead`` (lookup and fetch, as a share of the exact attention's time). ``conditions``, ``notes``.
+    """
+    cases = [
+        (adapter.family, dtype, length, batch)
+        for adapter in ADAPTERS
+        if families is None or adapter.family in families
+        for dtype in dtypes
+        for length in (*lengths, *(long_lengths if adapter.causal else ()))
+        for batch in batches
+        if batch * length <= most_tokens
+    ]
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    where: dict[str, Any] = {}
+    for family, dtype, length, batch in cases:
+        try:
+            found = bench_layer(
+                family=family, dtype=dtype, length=length, batch=batch, hidden=hidden, heads=heads, layers=layers,
+                repeats=repeats, lookups=("sequence",), max_bytes=max_bytes,
+            )  # fmt: skip
+        except StorageFullError as error:
+            notes.append(f"{family}, {dtype}, {batch} x {length} is left out: {error.what}")
+            continue
+        rows.append(_row(found["rows"], family, dtype, length, batch))
+        # Conditions of one case are in its row.
+        of_all = {key: value for key, value in found["conditions"].items() if key not in OF_A_CASE}
+        where = of_all if not where else {key: value for key, value in where.items() if of_all.get(key) == value}
+        known = {gist(note) for note in notes}
+        notes += [note for note in found["notes"] if gist(note) not in known and "ceiling saves nothing" not in note]
+    return {"rows": rows, "conditions": where | {"layers": layers, "hidden": hidden, "heads": heads}, "notes": notes}
+
+
+def gist(note: str) -> str:
+    """A note without its numbers, so that one about a busy machine is given once."""
+    return note.split(" (")[0]
+
+
+def _row(variants: Sequence[Mapping[str, Any]], family: str, dtype: str, length: int, batch: int) -> dict[str, Any]:
+    by_name = {str(row["variant"]): row for row in variants}
+    exact, served, ceiling = (by_name[name] for name in ("exact", "memoized-sequence", "ceiling"))
+    return {
+        "family": family, "dtype": dtype, "length": length, "batch": batch,
+        "exact_ms": exact["ms"], "served_ms": served["ms"], "ceiling_ms": ceiling["ms"],
+        "speedup": exact["ms"] / served["ms"], "ceiling": exact["ms"] / ceiling["ms"],
+        "share_of_ceiling": served["share_of_ceiling"], "overhead": served["overhead_of_attention"],
+        "attention": exact["attention"],
+    }  # fmt: skip
 
 
 def speedups(row: Mapping[str, Any]) -> str:
@@ -73,6 +151,46 @@ def as_markdown(found: Mapping[str, Any], cell: Callable[[Mapping[str, Any]], st
             cells.append(cell(row))
         lines.append(f"| {family} | {dtype} | {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def draw_families(result: Mapping[str, Any]) -> bytes:
+    """Draw how much faster a forward is with every sequence served, and at most could be, family by family.
+
+    `result` is that of `bench_families`. Gives a PNG: a panel for each family; a pair of bars, served and ceiling, for
+    each shape and precision.
+    """
+    rows, where, columns = result["rows"], result["conditions"], 4
+    families = list(dict.fromkeys(str(row["family"]) for row in rows))
+    lines = max(1, -(-len(families) // columns))
+    highest = max([1.0, *(row[key] for row in rows for key in ("speedup", "ceiling"))])
+    with mpl.rc_context(STYLE):
+        layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
+        figure = Figure(figsize=(15.5, 0.9 + 2.9 * lines), dpi=130, layout=layout)
+        heading = (
+            f"Time of an exact forward over that of one with every sequence served ({where['layers']} layers of width "
+            f"{where['hidden']}): filled as measured, outlined without lookup and fetch"
+        )
+        figure.suptitle(heading, fontsize=12, x=0.01, ha="left")
+        for place, family in enumerate(families, start=1):
+            axes = figure.add_subplot(lines, columns, place)
+            own = [row for row in rows if row["family"] == family]
+            shapes = sorted({(row["length"], row["batch"]) for row in own})
+            for shift, (dtype, color) in enumerate((("float32", BLUE), ("bfloat16", ORANGE))):
+                there = [row for row in own if row["dtype"] == dtype]
+                xs = [shapes.index((row["length"], row["batch"])) + 0.4 * shift - 0.2 for row in there]
+                for key, fill in (("ceiling", "none"), ("speedup", color)):
+                    heights = [row[key] - 1.0 for row in there]
+                    label = dtype if key == "speedup" and there else None
+                    axes.bar(xs, heights, 0.36, 1.0, color=fill, edgecolor=color, linewidth=1.0, label=label)
+            axes.axhline(1.0, color=INK, linewidth=0.9)
+            axes.set_yscale("log", base=2)
+            axes.set_ylim(0.75, 1.2 * highest)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.set_title(family, fontsize=10.5)
+            axes.set_xticks(range(len(shapes)), [f"{n}\nx {batch}" for n, batch in shapes], fontsize=7.5)
+            if place == 1:
+                axes.legend(fontsize=8, loc="upper left", ncols=2)
+        return png(figure)
 
 
 def write(found: dict[str, Any], place: Path) -> None:

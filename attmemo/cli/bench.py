@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from attmemo.cli.console import Output, cell, output
-from attmemo.cli.files import check_plot, write_whole
 from attmemo.cli.options import EIGHT_GIB, Json, Precision, Quiet, Residency, count, parse_size, precision
 from attmemo.cli.peers import peers
 from attmemo.errors import AttmemoError
@@ -40,11 +38,7 @@ def gather(
     ] = "bfloat16",
     residency: Residency = "page-cache",
     width: Annotated[int, count("Width of a head.")] = 64,
-    repeats: Repeats = 9,
-    plot: Annotated[Path | None, typer.Option(
-        metavar="FILE", help="Also sweep batch sizes and lengths, and draw them in this PNG; minutes."
-    )] = None,
-    max_bytes: MaxBytes = EIGHT_GIB, json: Json = None, quiet: Quiet = False,
+    repeats: Repeats = 9, max_bytes: MaxBytes = EIGHT_GIB, json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Time the fetch of a batch of maps.
 
@@ -53,19 +47,12 @@ def gather(
 
     def run(**common: Any) -> dict[str, Any]:
         from attmemo.profiler.bench import bench_gather
-        from attmemo.profiler.bench.gather import sweep_gather
 
-        common |= {"heads": heads, "length": length, "batch": batch, "dtype": dtype, "width": width}
-        found = bench_gather(residency=residency, **common)
-        if plot is not None:
-            from attmemo.profiler.bench.plots import draw_gather
+        return bench_gather(
+            residency=residency, heads=heads, length=length, batch=batch, dtype=dtype, width=width, **common
+        )
 
-            found["sweep"], left_out = sweep_gather(residency=residency, **common)
-            found["notes"] += left_out
-            found["picture"] = draw_gather(found)
-        return found
-
-    _bench(run, _show_gather, repeats, max_bytes, json, quiet, plot)
+    _bench(run, _show_gather, repeats, max_bytes, json, quiet)
 
 
 @app.command()
@@ -101,31 +88,12 @@ def layer(
     heads: Heads = 12, length: Length = 256, batch: Batch = 8,
     dtype: Computed = "float32",
     layers: Layers = 2,
-    repeats: Repeats = 5,
-    all_families: Annotated[bool, typer.Option(
-        "--all-families",
-        help="Every family in both precisions, 128 and 512 tokens, batches of 1, 8 and 32; decoders up to 2048 "
-        "tokens. Takes half an hour.",
-    )] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --all-families: also draw the result in this PNG.")
-    ] = None,
-    max_bytes: MaxBytes = EIGHT_GIB, json: Json = None, quiet: Quiet = False,
+    repeats: Repeats = 5, max_bytes: MaxBytes = EIGHT_GIB, json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Time attention layers, exact and served.
 
     A random model of this shape, exact and with every sequence served from memory: the most that can be saved.
     """
-
-    def run_all(**common: Any) -> dict[str, Any]:
-        from attmemo.profiler.bench.families import bench_families
-
-        found = bench_families(hidden=hidden, heads=heads, layers=layers, **common)
-        if plot is not None:
-            from attmemo.profiler.bench.plots import draw_families
-
-            found["picture"] = draw_families(found)
-        return found
 
     def run(**common: Any) -> dict[str, Any]:
         from attmemo.profiler.bench import bench_layer
@@ -134,10 +102,7 @@ def layer(
             family=family, hidden=hidden, heads=heads, length=length, batch=batch, dtype=dtype, layers=layers, **common
         )
 
-    if all_families:
-        _bench(run_all, _show_families, repeats, max_bytes, json, quiet, plot)
-    else:
-        _bench(run, _show_rows, repeats, max_bytes, json, quiet)
+    _bench(run, _show_rows, repeats, max_bytes, json, quiet)
 
 
 @app.command()
@@ -171,13 +136,6 @@ def rows(
 app.command("peers")(peers)
 
 
-def _show_families(out: Output, found: Mapping[str, Any]) -> None:
-    """The table over all families: a line for each case, since there are too many for columns."""
-    names = [key for key in found["rows"][0] if key != "attention"] if found["rows"] else []
-    lines = [[cell(row[name]) for name in names] for row in found["rows"]]
-    out.table("Exact forward over the served one", [name.replace("_", " ") for name in names], lines)
-
-
 def _show_gather(out: Output, found: Mapping[str, Any]) -> None:
     """The table, and the same in a sentence."""
     _show_rows(out, found)
@@ -202,21 +160,15 @@ def _show_rows(out: Output, found: Mapping[str, Any]) -> None:
 
 def _bench(
     run: Callable[..., dict[str, Any]], show: Callable[[Output, Mapping[str, Any]], None],
-    repeats: int, max_bytes: int, json: str | None, quiet: bool, plot: Path | None = None,
+    repeats: int, max_bytes: int, json: str | None, quiet: bool,
 ) -> None:  # fmt: skip
-    """Run a benchmark and show its rows, picture, notes and conditions."""
+    """Run a benchmark and show its rows, notes and conditions."""
     with output(json, quiet) as out:
-        check_plot(plot)
         try:
             found = run(repeats=repeats, max_bytes=max_bytes, progress=out.stages)
         except ValueError as error:
             raise AttmemoError(f"{error}.", "see --help for what the options take") from error
-        if plot is not None and "picture" in found:
-            write_whole("--plot", plot, found.pop("picture"))
-            found["plot"] = str(plot)
         show(out, found)
-        if "plot" in found:
-            out.say(f"Plot: {plot}")
         out.notes(found["notes"])
         out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])
         out.result(found)

@@ -36,10 +36,8 @@ def check_writable(name: str, path: Path) -> None:
         raise _unwritable(name, path, "permission denied")
 
 
-def check_plot(path: Path | None) -> None:
-    """Refuse a --plot that cannot be drawn there, before the work; None is no plot."""
-    if path is None:
-        return
+def check_plot(path: Path) -> None:
+    """Refuse a --plot that cannot be drawn there, before the work."""
     if path.suffix.lower() != ".png":
         raise AttmemoError(f"--plot {path} cannot be written: it is drawn as PNG.", "name a .png file")
     check_installed("report", "matplotlib")

@@ -101,8 +101,8 @@ def peers(
 def _check_files(data: list[Path], json: str | None, plot: Path | None) -> None:
     """Refuse files before the work."""
     written = {} if json is None or json == "-" else {"--output": Path(json)}
-    check_plot(plot)
     if plot is not None:
+        check_plot(plot)
         written["--plot"] = plot
     check_apart(written, {f"FILE {number}": file for number, file in enumerate(data, 1)})
 

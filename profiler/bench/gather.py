@@ -15,7 +15,7 @@ from torch import Tensor
 from attmemo.db import KIND_MAP, SlotKind
 from attmemo.db.encodings import TYPES, pack, unpack
 from attmemo.db.slots import SlotClass
-from attmemo.errors import AttmemoError, StorageFullError
+from attmemo.errors import AttmemoError
 from attmemo.kernels.map_product import is_direct
 from attmemo.maps.source import multiply
 from attmemo.mmap import Arena, Residency, SlotLayout
@@ -25,8 +25,6 @@ from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.system.machine import conditions
 
 Ints = npt.NDArray[np.int64]
-SWEPT_BATCHES: Final = (1, 4, 16, 64)
-SWEPT_LENGTHS: Final = (128, 256, 512)
 VARIANTS: Final = ("copy", "copy_reused", "map", "view", "direct", "contiguous")  # see `bench_gather`
 _PRODUCT_TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -228,37 +226,6 @@ def bench_gather(
     }
     where |= settings | {"repeats": repeats, "residency": facts["residency"], "notice": facts["notice"]}
     return {"rows": rows, **ratios, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
-
-
-def sweep_gather(
-    *, length: int = 512, batch: int = 32, repeats: int = 9, progress: Progress = silent, **settings: Any
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """`bench_gather` over batch sizes at one length and over lengths at one batch size.
-
-    Batches of `SWEPT_BATCHES` are measured at `length`, `SWEPT_LENGTHS` at `batch`, with at most 5 repeats of each;
-    the other `settings` are those of `bench_gather`. Gives the points (``axis``, "batch" or "length": which was swept;
-    ``batch``, ``length``, ``fetcher``, ``page_bytes``, and ``<variant>_matmul_ms`` of each variant), and notes of what
-    was left out because there was no room for it.
-    """
-    wanted = [("batch", size, length) for size in SWEPT_BATCHES] + [("length", batch, size) for size in SWEPT_LENGTHS]
-    points: list[dict[str, Any]] = []
-    notes: list[str] = []
-    for axis, size, tokens in wanted:
-        name = f"batch {size}, length {tokens}"
-
-        def told(what: str, done: int, total: int, name: str = name) -> None:
-            progress(f"{name}: {what}", done, total)
-
-        sizes: dict[str, Any] = {"length": tokens, "batch": size, "repeats": min(repeats, 5)}
-        try:
-            found = bench_gather(**sizes, **settings, progress=told)
-        except StorageFullError as error:
-            notes.append(f"{name} is left out of the plot: {error.what}")
-            continue
-        point = {"axis": axis, "batch": size, "length": tokens}
-        point |= {key: found[key] for key in ("fetcher", "page_bytes")}
-        points.append(point | {f"{row['variant']}_matmul_ms": row["fetch_matmul_ms"] for row in found["rows"]})
-    return points, notes
 
 
 def _write_maps(file: Path, layout: SlotLayout, dtype: str, generator: torch.Generator, progress: Progress) -> None:

@@ -5,6 +5,7 @@ No test looks at how long something took: sizes are tiny and the machine is shar
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from pathlib import Path
@@ -15,13 +16,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import attmemo
 from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.maps.source import multiply
 from attmemo.mmap import Batch, MapFetcher, ViewFetcher, page_size
 from attmemo.profiler.bench import bench_gather, bench_layer, bench_rows, bench_search, gather, layer
 from attmemo.profiler.bench.gather import VARIANTS
-from attmemo.profiler.bench.plots import draw_gather
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.system.machine import conditions
 
@@ -145,59 +146,14 @@ def test_gather_refuses_a_product_that_differs(monkeypatch: pytest.MonkeyPatch) 
         bench_gather(**GATHER)
 
 
-def test_sweep_goes_over_batches_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "SWEPT_BATCHES", (1, 2))
-    monkeypatch.setattr(gather, "SWEPT_LENGTHS", (8, 16, 512))
-    told: set[str] = set()
-    points, notes = gather.sweep_gather(
-        **(GATHER | {"repeats": 1}), max_bytes=2 << 20, progress=lambda what, *_: told.add(what)
-    )
-    json.dumps(points, allow_nan=False)
-    expected = [("batch", 1, 16), ("batch", 2, 16), ("length", 3, 8), ("length", 3, 16)]
-    assert [(point["axis"], point["batch"], point["length"]) for point in points] == expected
-    assert all(point[f"{name}_matmul_ms"] > 0 for point in points for name in VARIANTS)
-    (note,) = notes
-    assert note.startswith("batch 3, length 512 is left out of the plot: the benchmark needs")
-    assert "batch 3, length 8: measure" in told
-
-
-def test_a_sweep_is_drawn_with_what_there_is() -> None:
-    points: list[dict[str, Any]] = [
-        {"axis": axis, "batch": 2, "length": 16, axis: size} | {f"{name}_matmul_ms": 0.1 * size for name in VARIANTS}
-        for axis in ("length", "batch")
-        for size in (64, 1, 8)
-    ]
-    points[0]["map_matmul_ms"] = None
-    conditions = {"heads": 2, "dtype": "$x_", "residency": "page-cache", "threads": 2}
-    result = {"conditions": conditions, "page_bytes": 4096}
-    for swept in (points, points[:3], points[3:]):  # a whole axis may have had no room
-        assert draw_gather(result | {"sweep": swept}).startswith(b"\x89PNG")
-
-
-def test_the_command_draws_the_sweep_and_says_the_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "SWEPT_BATCHES", (1, 2))
-    monkeypatch.setattr(gather, "SWEPT_LENGTHS", (8,))
-    picture, numbers = tmp_path / "g.png", tmp_path / "g.json"
+def test_the_command_says_the_ratios(tmp_path: Path) -> None:
+    numbers = tmp_path / "g.json"
     sizes = ["bench", "gather", "--heads", "2", "--length", "16", "--batch", "3", "--width", "4", "--repeats", "1"]
-    shown = CliRunner().invoke(app, [*sizes, "--plot", str(picture), "--json", str(numbers)])
+    shown = CliRunner().invoke(app, [*sizes, "--json", str(numbers)])
     assert shown.exit_code == 0, shown.output
     assert "map + unmap" in shown.stdout
     assert "the choice here, takes" in shown.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    result = json.loads(numbers.read_text())
-    assert len(result["sweep"]) == 3
-    assert result["plot"] == str(picture)
-
-
-@pytest.mark.parametrize(
-    ("name", "why"), [("no/g.png", "no directory"), ("g.svg", "drawn as PNG"), ("d.png", "is a directory")]
-)
-def test_a_picture_that_cannot_be_written_is_refused_first(name: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "d.png").mkdir()
-    shown = CliRunner().invoke(app, ["bench", "gather", "--plot", str(tmp_path / name)])
-    assert shown.exit_code == 1
-    assert why in " ".join(shown.stderr.split())
-    assert "Next: name a" in shown.stderr
+    assert json.loads(numbers.read_text())["conditions"]["heads"] == 2
 
 
 def test_gather_refuses_variants_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,12 +345,13 @@ class TestAllFamilies:
             with torch.inference_mode():
                 assert found.host(model)(**inputs).last_hidden_state.shape[:2] == (2, 12), adapter.family
 
-    def test_a_row_for_each_case_that_fits_and_a_note_for_each_that_does_not(self, tmp_path: Path) -> None:
-        from attmemo.profiler.bench.families import bench_families
-        from attmemo.profiler.bench.plots import draw_families
-
+    def test_a_row_for_each_case_that_fits_and_a_note_for_each_that_does_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.syspath_prepend(Path(attmemo.__file__).parents[1] / "scripts")
+        script = importlib.import_module("bench_families")
         common: dict[str, Any] = {"hidden": 32, "heads": 4, "batches": (1, 2), "dtypes": ("float32",), "repeats": 1}
-        found = bench_families(families=["t5", "llama"], lengths=(8,), long_lengths=(16,), **common)
+        found = script.bench_families(families=["t5", "llama"], lengths=(8,), long_lengths=(16,), **common)
         shapes = [(row["family"], row["length"], row["batch"]) for row in found["rows"]]
         assert shapes == [
             ("t5", 8, 1), ("t5", 8, 2), ("llama", 8, 1), ("llama", 8, 2), ("llama", 16, 1), ("llama", 16, 2)
@@ -403,9 +360,9 @@ class TestAllFamilies:
             assert row["speedup"] == pytest.approx(row["exact_ms"] / row["served_ms"])
             assert row["ceiling"] == pytest.approx(row["exact_ms"] / row["ceiling_ms"])
         assert {row["attention"] for row in found["rows"] if row["family"] == "llama"} == {"sdpa"}
-        assert draw_families(found).startswith(b"\x89PNG")
+        assert script.draw_families(found).startswith(b"\x89PNG")
         json.dumps(found)
-        nothing = bench_families(families=["t5"], lengths=(8,), max_bytes=10, **common)
+        nothing = script.bench_families(families=["t5"], lengths=(8,), max_bytes=10, **common)
         assert not nothing["rows"]
         left_out = [note.split(" is left out")[0] for note in nothing["notes"]]
         assert left_out == ["t5, float32, 1 x 8", "t5, float32, 2 x 8"]
