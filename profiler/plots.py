@@ -6,6 +6,7 @@ import io
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import matplotlib as mpl
@@ -15,6 +16,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from attmemo.profiler.tables import Result
+
+Lines = Mapping[str, tuple[str, str, str]]  # by key: label, color, style
 
 INK, FAINT, GRID = "#26323a", "#6b7a85", "#d5dde2"
 BLUE, ORANGE, GREEN, GREY = "#2f6c99", "#cf7a30", "#4a8f6a", "#8fa1ac"
@@ -86,54 +89,56 @@ def _draw_similarity(axes: Axes, result: Result) -> None:
     _number_layers(axes, numbers(result["layers"], "layer"))
 
 
+def _by_threshold(axes: Axes, result: Result, lines: Lines, label: str = "") -> None:
+    """Draw lines over the thresholds of a sweep; without a label they are shares of sequences."""
+    _draw_lines(axes, result["sweep"], "threshold", lines)
+    _name_shares(axes, label)
+    axes.set_xlabel("similarity threshold")
+    chosen = result.get("threshold")
+    if isinstance(chosen, float):  # else one for each layer
+        axes.axvline(chosen, color=FAINT, linewidth=1, linestyle=":", label=f"in use: {chosen:.3g}")
+
+
+def _by_share(axes: Axes, result: Result, lines: Lines, label: str = "", control: str = "") -> None:
+    """Draw lines over the share of rows computed, and what each control gives of this key, hollow and grey."""
+    _draw_lines(axes, result["sweep"], "share_computed", lines)
+    controls = [row for row in (result.get("controls") or ())[1:] if row.get("share_computed") is not None]
+    for row, mark in zip(controls, "sDo", strict=False):
+        if row.get(control) is not None:
+            label_of = f"control: {row['name']}"
+            at = row["share_computed"], row[control]
+            axes.plot(*at, mark, color=FAINT, fillstyle="none", markersize=7, label=label_of)
+    _name_shares(axes, label)
+    axes.set_xlim(0.0, 1.02)
+    axes.set_xlabel("share of rows computed")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def _name_shares(axes: Axes, label: str) -> None:
+    axes.set_ylabel(label or "share of sequences")
+    if not label:
+        axes.set_ylim(0.0, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
 def _draw_speed(axes: Axes, result: Result) -> None:
-    _draw_lines(axes, result["sweep"], "threshold", {"speedup": ("memoized", BLUE, "o-")})
+    _by_threshold(axes, result, {"speedup": ("memoized", BLUE, "o-")}, "times the speed of exact")
     axes.axhline(1.0, color=FAINT, linewidth=1, linestyle="--", label="exact")
-    axes.set_ylabel("times the speed of exact")
-    _mark_threshold(axes, result)
-
-
-_SHARES: Final = {"hit_rate": ("hit rate", GREY, "s-"), "agreement": ("same answer as exact", BLUE, "o-")}
-_COSINES: Final = {"cosine_mean": ("mean", GREEN, "^-"), "cosine_p1": ("lowest 1 %", ORANGE, "v-")}
-
-
-def _draw_quality(axes: Axes, result: Result) -> None:
-    _draw_lines(axes, result["sweep"], "threshold", _SHARES)
-    _share_of_sequences(axes)
-    _mark_threshold(axes, result)
-
-
-def _draw_cosine(axes: Axes, result: Result) -> None:
-    _draw_lines(axes, result["sweep"], "threshold", _COSINES)
-    axes.set_ylabel("cosine to exact")
-    _mark_threshold(axes, result)
 
 
 def _draw_speed_by_share(axes: Axes, result: Result) -> None:
-    rows = result["sweep"]
-    shares = numbers(rows, "share_computed")
+    shares = numbers(result["sweep"], "share_computed")
     least = min([0.9, *(share for share in shares if share > 0.0)])
     line = [least + (1.0 - least) * step / 50 for step in range(51)]
     axes.plot(line, [1.0 / share for share in line], "--", color=FAINT, linewidth=1, label="limit: 1 / share")
     lines = {"speedup_packed": ("against packed blocks", BLUE, "o-"), "speedup": ("against stock", GREY, "s-")}
-    _draw_lines(axes, rows, "share_computed", lines)
+    _by_share(axes, result, lines, "times the speed")
     axes.set_ylim(bottom=0.0)
-    axes.set_ylabel("times the speed")
-    _share_of_rows(axes)
 
 
-def _draw_quality_by_share(axes: Axes, result: Result) -> None:
-    _draw_lines(axes, result["sweep"], "share_computed", _SHARES)
-    _mark_controls(axes, result, "agreement")
-    _share_of_sequences(axes)
-    _share_of_rows(axes)
-
-
-def _draw_cosine_by_share(axes: Axes, result: Result) -> None:
-    _draw_lines(axes, result["sweep"], "share_computed", _COSINES)
-    _mark_controls(axes, result, "cosine_mean")
-    axes.set_ylabel("cosine to exact")
-    _share_of_rows(axes)
+_SHARES: Final[Lines] = {"hit_rate": ("hit rate", GREY, "s-"), "agreement": ("same answer as exact", BLUE, "o-")}
+_COSINES: Final[Lines] = {"cosine_mean": ("mean", GREEN, "^-"), "cosine_p1": ("lowest 1 %", ORANGE, "v-")}
+_TO_EXACT: Final = "cosine to exact"
 
 
 def _draw_controls(axes: Axes, result: Result) -> None:
@@ -203,13 +208,15 @@ PANELS: Final = (
           _draw_speed_by_share, ("rows",)),
     Panel("time", "Where the time goes", "Time of the median pass, exact paths beside the memoized one.", _draw_time),
     Panel("sweep", "Same answers by threshold", "The price of a lower threshold: fewer answers are those of the exact "
-          "model.", _draw_quality, ("maps",)),
+          "model.", partial(_by_threshold, lines=_SHARES), ("maps",)),
     Panel("sweep", "Cosine by threshold", "The same as a distance: how far outputs are from the exact ones.",
-          _draw_cosine, ("maps",), "cosine_mean"),
+          partial(_by_threshold, lines=_COSINES, label=_TO_EXACT), ("maps",), "cosine_mean"),
     Panel("sweep", "Same answers by share of rows computed", "Each point is a threshold. Beside it, grey, the "
-          "controls, with the rows computed that the records leave.", _draw_quality_by_share, ("rows",)),
+          "controls, with the rows computed that the records leave.",
+          partial(_by_share, lines=_SHARES, control="agreement"), ("rows",)),
     Panel("sweep", "Cosine by share of rows computed", "The same as a distance: how far outputs are from the exact "
-          "ones.", _draw_cosine_by_share, ("rows",), "cosine_mean"),
+          "ones.", partial(_by_share, lines=_COSINES, label=_TO_EXACT, control="cosine_mean"), ("rows",),
+          "cosine_mean"),
     Panel("controls", "Against the controls: shares", "The controls, paler, serve means, zeros or any other record "
           "in place of the one that was found, or only the answers of exact duplicates. Memoization should beat all "
           "of them.", _draw_controls, column="agreement"),
@@ -256,8 +263,8 @@ def draw_panels(panels: Sequence[Panel], result: Result, heading: str | None = N
         return png(figure, transparent=heading is None)
 
 
-def _draw_lines(axes: Axes, rows: Sequence[Result], x: str, lines: Mapping[str, tuple[str, str, str]]) -> None:
-    """Draw a line for each key (label, color, style) that has a number, in order of `x`."""
+def _draw_lines(axes: Axes, rows: Sequence[Result], x: str, lines: Lines) -> None:
+    """Draw a line for each key that has a number, in order of `x`."""
     rows = sorted(rows, key=lambda row: float(row[x]))
     for key, (label, color, style) in lines.items():
         values = numbers(rows, key)
@@ -272,34 +279,6 @@ def _number_layers(axes: Axes, places: Sequence[float]) -> None:
         axes.set_xticks(places, [f"{place:g}" for place in places])
     else:
         axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-
-
-def _mark_threshold(axes: Axes, result: Result) -> None:
-    axes.set_xlabel("similarity threshold")
-    chosen = result.get("threshold")
-    if isinstance(chosen, float):  # else one for each layer
-        axes.axvline(chosen, color=FAINT, linewidth=1, linestyle=":", label=f"in use: {chosen:.3g}")
-
-
-def _mark_controls(axes: Axes, result: Result, key: str) -> None:
-    """Mark what each control gives, hollow and grey: only the first row is what was measured."""
-    controls = [row for row in (result.get("controls") or ())[1:] if row.get("share_computed") is not None]
-    for row, mark in zip(controls, "sDo", strict=False):
-        if row.get(key) is not None:
-            label = f"control: {row['name']}"
-            axes.plot(row["share_computed"], row[key], mark, color=FAINT, fillstyle="none", markersize=7, label=label)
-
-
-def _share_of_sequences(axes: Axes) -> None:
-    axes.set_ylabel("share of sequences")
-    axes.set_ylim(0.0, 1.02)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-
-
-def _share_of_rows(axes: Axes) -> None:
-    axes.set_xlim(0.0, 1.02)
-    axes.set_xlabel("share of rows computed")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def _name_bars(axes: Axes, names: Sequence[str]) -> None:
