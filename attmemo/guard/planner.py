@@ -147,7 +147,7 @@ class GuardedPlanner(RowPlanner):
             return Whole.plan(self, layer, call, spans, forward)
         candidates = self._candidates(asked)
         looked = perf_counter()
-        asking.plan = found = self._planned(asked, candidates)
+        asking.plan = found = self.planned(asked, candidates)
         asking.epoch, evidence = self.guard.epoch, found.evidence
         asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room)
         self._count(asked, found, evidence > Evidence.UNSURE, (start, looked), counters)
@@ -182,7 +182,7 @@ class GuardedPlanner(RowPlanner):
         self.times = ForwardTimes(self.times.always)
 
     def _needs(self, asked: Asked) -> Ints:
-        found = self._planned(asked, self._candidates(asked))
+        found = self.planned(asked, self._candidates(asked))
         least = Evidence.FREELY if self.guard.certificate.affords() else Evidence.SAME
         return np.where(found.evidence >= least, found.computed, asked.lengths)
 
@@ -197,7 +197,7 @@ class GuardedPlanner(RowPlanner):
             return found
         return found.without(waits & (found.rows[:, 0] < 0))
 
-    def _planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
+    def planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
         guard = self.guard
         demand = guard.demand(self.threshold, self._rounds)
         return self.index.plan(

@@ -40,7 +40,12 @@ class Asked:
     tokens: npt.NDArray[np.int32]  # [sum n]
     starts: Ints  # [B + 1]
     lengths: Ints  # [B]
-    seconds_per_row: float | None  # that blocks take; None: not known yet
+    seconds_per_row: float | None = None  # that blocks take; None: not known yet
+
+    @classmethod
+    def of(cls, tokens: npt.NDArray[np.int32], lengths: Ints, seconds_per_row: float | None = None) -> Asked:
+        """Sequences of these lengths, one behind the other."""
+        return cls(tokens, np.concatenate([[0], np.cumsum(lengths)]), lengths, seconds_per_row)
 
 
 class RowPlanner(Whole):
@@ -78,14 +83,13 @@ class RowPlanner(Whole):
         lengths = np.array([len(tokens) for tokens in sequences], np.int64)
         if not lengths.all() or not len(self.index) or not self._may_pay(seconds_per_row):
             return [int(n) for n in lengths]
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        return self._needs(Asked(np.concatenate(sequences), starts, lengths, None)).tolist()  # type: ignore[no-any-return]
+        return self._needs(Asked.of(np.concatenate(sequences), lengths)).tolist()  # type: ignore[no-any-return]
 
     def _needs(self, asked: Asked) -> Ints:
         """Rows to compute, ``[B]``."""
-        return self._planned(asked, self.index.candidates(asked.tokens, asked.starts)).computed
+        return self.planned(asked, self.index.candidates(asked.tokens, asked.starts)).computed
 
-    def _planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
+    def planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
         """Return the plan of a batch. It only asks: nothing is drawn, counted or kept."""
         demand = Demand(share=self.threshold)
         found = self.index.plan(asked.tokens, asked.starts, candidates, self.rule, NO_KINDS, demand)
@@ -104,7 +108,7 @@ class RowPlanner(Whole):
             return super().plan(layer, call, spans, forward)
         candidates = self.index.candidates(asked.tokens, asked.starts)
         looked = perf_counter()
-        found = self._planned(asked, candidates)
+        found = self.planned(asked, candidates)
         served = found.record >= 0
         self._count(asked, found, served, (start, looked), counters)
         return plan_of(layer, spans, asked, found, served)
@@ -128,7 +132,7 @@ class RowPlanner(Whole):
             counters.skip("records_do_not_pay", batch)
             return None
         lengths = np.asarray(spans.lengths, np.int64)
-        return Asked(tokens, np.concatenate([[0], np.cumsum(lengths)]), lengths, seconds_per_row)
+        return Asked.of(tokens, lengths, seconds_per_row)
 
     def _pays(self, tokens: int) -> bool:
         """Whether forwards of so many tokens take no longer with records than without. Changes nothing."""
