@@ -1,32 +1,104 @@
-"""What reuse would give on a user's own texts: played on their tokens, with this machine's costs."""
+"""What reuse would give on a user's own texts: played on their token ids, with this machine's costs.
+
+No model is asked for an answer. The stream begins with nothing stored. What is computed becomes a record at once,
+without a bound of bytes. Planner and guard are the library's own. The guard is told that no answer changes: so its
+price is the least that it can be.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attmemo.errors import DataError
 from attmemo.guard.answers import is_class_of_first_row
 from attmemo.guard.guard import Guard
+from attmemo.guard.planner import GuardedPlanner, firsts_of
+from attmemo.guard.verdict import Verdict
 from attmemo.kernels.align import Rule
+from attmemo.kernels.kinds import Kinds
 from attmemo.loading import load_config
 from attmemo.memoization import memoize
 from attmemo.profiler.data import read_texts
 from attmemo.profiler.models import LoadedModel, Tokens, greatest_length, load_model, tokenize
 from attmemo.profiler.peers.ways import another, way_of
-from attmemo.profiler.simulation import Played, play_tokens
 from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.rows.index import TokenIndex
 from attmemo.rows.layout import RowLayout
-from attmemo.rows.planner import THRESHOLD
+from attmemo.rows.planner import THRESHOLD, Asked, RowPlanner
 from attmemo.rows.token_kinds import kinds_of
 from attmemo.system.machine import conditions
 from attmemo.system.precision import has_native_bfloat16
 from attmemo.wording import counted
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A stream of texts, in order; arrays have a number for each text."""
+
+    lengths: Ints
+    rows: Ints  # computed for the answer
+    verified: Ints  # computed once more to verify the guard: from a record, or whole
+    records: int  # records, tokens: that are stored at the end
+    tokens: int
+    known: npt.NDArray[np.bool_]  # whether the very tokens came before
+    seconds: float  # of lookups and plans, a text
+
+    def share(self, part: slice = slice(None)) -> float:
+        """Share of the rows of these texts that is computed, verifications included."""
+        return float((self.rows[part].sum() + self.verified[part].sum()) / self.lengths[part].sum())
+
+
+def play_tokens(
+    texts: Sequence[Tokens], batch: int, threshold: float, rule: Rule, guard: Guard | None, kinds: Kinds
+) -> Played:
+    """Play a stream in batches; texts of one batch do not serve each other. Without a guard every record serves."""
+    index, seen, spent, stored = TokenIndex(), set[bytes](), 0.0, 0
+    planner = RowPlanner(index, threshold, rule, relative=True)
+    if guard is not None:
+        planner = GuardedPlanner(index, threshold, rule, relative=True, guard=guard, kinds=kinds, store=None)
+    lengths = np.array([len(text) for text in texts], np.int64)
+    rows, verified, known = lengths.copy(), np.zeros_like(lengths), np.zeros(len(texts), np.bool_)
+    for start in range(0, len(texts), batch):
+        own = [np.array(text.ids, np.int32) for text in texts[start : start + batch]]
+        begun = perf_counter()
+        asked = Asked.of(np.concatenate(own), lengths[start : start + batch])
+        found = planner.planned(asked, index.candidates(asked.tokens, asked.starts))
+        if guard is None:
+            verdicts: list[Verdict | None] = [Verdict.SERVE if record >= 0 else None for record in found.record]
+        else:
+            evidence = found.evidence.tolist()
+            verdicts = guard.decide(evidence, firsts_of(asked), room=len(own))
+            for place, verdict in enumerate(verdicts):
+                if verdict in (Verdict.OWE, Verdict.SAMPLE, Verdict.LEARN):
+                    guard.compared(verdict, found.changes.of(place), evidence[place], None, False)
+        spent += perf_counter() - begun
+        new = dict[bytes, npt.NDArray[np.int32]]()
+        for place, (tokens, verdict) in enumerate(zip(own, verdicts, strict=True), start):
+            computed, name = found.computed[place - start], tokens.tobytes()
+            known[place] = name in seen
+            if verdict is not None and verdict.serves:
+                rows[place], verified[place] = computed, len(tokens) if verdict is Verdict.OWE else 0
+                continue
+            if verdict in (Verdict.SAMPLE, Verdict.LEARN):
+                verified[place] = computed
+            if computed:  # else the very tokens are stored
+                new[name] = tokens
+        seen.update(tokens.tobytes() for tokens in own)
+        for tokens in new.values():
+            index.add(tokens)
+            stored += len(tokens)
+    return Played(lengths, rows, verified, len(index), stored, known, spent / max(len(texts), 1))
+
 
 FEWEST: Final = 100
 PAYS: Final = 1.15

@@ -25,9 +25,8 @@ from attmemo.profiler.data import digest
 from attmemo.profiler.map_trial import MapTrial
 from attmemo.profiler.models import Answer, LoadedModel
 from attmemo.profiler.open import Asked, open_model, open_texts
-from attmemo.profiler.quality import Judge, read_labels, sweep_thresholds, try_controls
+from attmemo.profiler.quality import Judge, read_labels, sweep_thresholds, time_paths, try_controls
 from attmemo.profiler.row_trial import RowTrial
-from attmemo.profiler.timing import time_paths
 from attmemo.profiler.trial import Trial
 from attmemo.profiler.turns import Progress, silent
 from attmemo.system.machine import conditions

@@ -21,8 +21,7 @@ from attmemo.errors import DataError, StaleDatabaseError
 from attmemo.fingerprint import check_fields, model_fields, tokenizer_digest
 from attmemo.models import adapter_for
 from attmemo.profiler.data import Row, digest, read_texts
-from attmemo.profiler.models import GIVES, Answer, LoadedModel, Tokens, collate, load_model, tokenize
-from attmemo.profiler.pooling import own_pooling
+from attmemo.profiler.models import GIVES, Answer, LoadedModel, Tokens, collate, load_model, own_pooling, tokenize
 from attmemo.profiler.row_recorder import row_tokens
 
 _OTHER_DATA = "give data that is not in the database"

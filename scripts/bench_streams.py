@@ -26,9 +26,8 @@ from matplotlib.figure import Figure
 from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo import BUDGET, MODEL, model_path
 from attmemo.profiler.lines import in_batches, read_log
-from attmemo.profiler.models import load_model, tokenize
+from attmemo.profiler.models import load_model, own_pooling, tokenize
 from attmemo.profiler.plots import GREY, STYLE, png
-from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS, STOCK, Race, other_runtimes
 from attmemo.system.machine import conditions
 

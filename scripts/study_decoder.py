@@ -44,8 +44,8 @@ from attmemo.db import SEQUENCE, Database
 from attmemo.models import adapter_for
 from attmemo.profiler.answers import ask, changed, harm, perplexity, prepare
 from attmemo.profiler.build import build_from_inputs
-from attmemo.profiler.capture import Capture
-from attmemo.profiler.controls import CONTROLS, serving_control
+from attmemo.profiler.map_recorder import Capture
+from attmemo.profiler.map_trial import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, load_model
 from attmemo.profiler.train import train_database
 from attmemo.system.machine import conditions

@@ -36,7 +36,7 @@ from attmemo import memoize, unmemoize
 from attmemo.db import Database
 from attmemo.profiler.answers import ask, changed, prepare
 from attmemo.profiler.build import BuildOptions, build_database
-from attmemo.profiler.controls import CONTROLS, serving_control
+from attmemo.profiler.map_trial import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, answers, load_model, tokenize
 from attmemo.profiler.train import train_database
 from attmemo.profiler.turns import interleave

@@ -188,7 +188,7 @@ def _demo_of_maps(log: Path | None, destination: Path, json: str | None, quiet: 
     """Build, train, tune and evaluate; the first 60 % of the lines fill the database, the last 20 % are asked."""
     stopped = f"interrupted; what was made is in {destination}, the same command starts anew"
     with output(json, quiet, stopped) as out:
-        from attmemo.profiler.maps_demo import run_maps_demo
+        from attmemo.profiler.demo import run_maps_demo
 
         found = run_maps_demo(log, destination, out.stages)
         build = found["build"]

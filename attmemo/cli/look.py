@@ -71,7 +71,7 @@ def _plot(file: Path, found: dict[str, Any]) -> None:
     if not found["history"]:
         raise DataError(f"{found['path']}: no request was noted yet.", "ask the model, then inspect again")
     check_installed("report", "matplotlib")
-    from attmemo.profiler.history import plot_history
+    from attmemo.profiler.plots import plot_history
 
     file.write_bytes(plot_history(found["history"]))
 

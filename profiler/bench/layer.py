@@ -27,7 +27,7 @@ from attmemo.models.projections import share_heads
 from attmemo.profiler.bench import limits
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.build import build_from_inputs
-from attmemo.profiler.capture import Capture, attention_seconds
+from attmemo.profiler.map_recorder import Capture, attention_seconds
 from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.system.machine import conditions
 

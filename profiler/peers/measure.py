@@ -11,12 +11,11 @@ from typing import Any, Final
 import torch
 
 from attmemo.errors import AttmemoError, UnsupportedModelError
-from attmemo.profiler.models import greatest_length, load_model
+from attmemo.profiler.models import greatest_length, load_model, own_pooling
 from attmemo.profiler.peers.paths import CACHE, MIN_COSINE, PATHS, Order
 from attmemo.profiler.peers.process import Processes
 from attmemo.profiler.peers.stream import make_stream
 from attmemo.profiler.peers.table import Table
-from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.turns import Progress, silent
 
 FORMAT: Final = "attmemo.peers/1"

@@ -1,24 +1,106 @@
-"""The run behind a table: processes of paths that take turns over one stream."""
+"""The run behind a table: processes of paths that take turns over one stream, and the cells that come of it."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from attmemo.errors import AttmemoError
-from attmemo.profiler.peers.conditions import Others, measured_under
-from attmemo.profiler.peers.paths import CACHE, PATHS, STOCK
+from attmemo.profiler.answers import changed, cosine
+from attmemo.profiler.models import Tokens
+from attmemo.profiler.peers.paths import CACHE, MIN_COSINE, PATHS, STOCK
 from attmemo.profiler.peers.process import PathError, PathProcess, Processes
-from attmemo.profiler.peers.stream import Stream
-from attmemo.profiler.peers.tally import Tally, cell, counts
+from attmemo.profiler.peers.stream import Stream, Turn
 from attmemo.profiler.peers.ways import Ask, Cache
 from attmemo.profiler.turns import Progress, alternate
+from attmemo.system.machine import CPUINFO, conditions
+
+
+class Tally:
+    """Seconds and answers of one path, batch by batch."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, float] = defaultdict(float)  # by window
+        self.texts: dict[int, int] = defaultdict(int)
+        self.sampled: set[int] = set()
+        self._places: list[tuple[int, int]] = []  # row and window of each answer
+        self._answers: list[Tensor] = []
+
+    def add(self, turn: Turn, texts: Sequence[Tokens], seconds: float, given: Tensor) -> None:
+        """One batch of this turn."""
+        self.seconds[turn.window] += seconds
+        self.texts[turn.window] += len(texts)
+        if turn.whole:
+            self.sampled.add(turn.window)
+        self._places += [(text.row, turn.window) for text in texts]
+        self._answers.append(given)
+
+    def ms(self, windows: Sequence[int]) -> float:
+        """Milliseconds a text in these windows."""
+        return 1e3 * sum(self.seconds[w] for w in windows) / sum(self.texts[w] for w in windows)
+
+    def quality(self, kind: str, exact: Tensor, first: int = 0) -> dict[str, Any] | None:
+        """How the answers differ from the exact ones, of which there is one for each text of the stream.
+
+        From the window `first` on; None if there is no answer.
+        """
+        rows, windows = torch.tensor(self._places).T
+        kept = windows >= first
+        if not kept.any():
+            return None
+        given, wanted = torch.cat(self._answers)[kept], exact[rows[kept]]
+        share = float(changed(kind, wanted, given, MIN_COSINE).float().mean())
+        found: dict[str, Any] = {"texts": len(given), "changed": share}
+        if kind == "classifier":
+            return found
+        near = cosine(wanted, given)
+        return found | {"cosine_mean": float(near.mean()), "cosine_p1": float(near.quantile(0.01))}
+
+
+def cell(tally: Tally, stock: Tally, kind: str, exact: Tensor, windows: int) -> dict[str, Any]:
+    """Return times, speed over the stock model and quality, JSON-able.
+
+    Both tallies answered the sampled windows; `exact` has an answer of the stock model in float32 for each text of the
+    stream, and `windows` is the number of its whole windows. ``texts``, ``ms`` a text and ``speed`` are of the sampled
+    windows, ``speeds`` of each, ``late_speed`` of those with their middle in the last third of the stream, None if
+    there is none; ``quality`` is of all texts that the path answered, ``late_quality`` of those in the last third.
+    """
+    sampled = sorted(stock.sampled)
+    first = math.ceil(2 * windows / 3 - 0.5)
+    late = [window for window in sampled if window >= first]
+    return {
+        "texts": sum(tally.texts[w] for w in sampled), "ms": tally.ms(sampled),
+        "speed": stock.ms(sampled) / tally.ms(sampled), "speeds": [stock.ms([w]) / tally.ms([w]) for w in sampled],
+        "late_speed": stock.ms(late) / tally.ms(late) if late else None, "quality": tally.quality(kind, exact),
+        "late_quality": tally.quality(kind, exact, first),
+    }  # fmt: skip
+
+
+def counts(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reader wants to know of a memoized model's statistics."""
+    kept = (
+        "sequences", "reused", "repeated", "served", "tokens", "rows_computed", "records", "record_bytes", "hits",
+        "calls",
+    )  # fmt: skip
+    found = {key: stats[key] for key in kept if isinstance(stats.get(key), int)}
+    if found.get("tokens"):
+        found["share_computed"] = found["rows_computed"] / found["tokens"]
+    if stats.get("guard"):
+        found["guard"] = {key: stats["guard"][key] for key in ("state", "says", "verified", "changed")}
+    return found
+
 
 _PILOT: Final = 3  # batches of the first part that show which exact path is the fastest
 _WHOLE: Final = 32  # texts in a batch of the reference
@@ -174,3 +256,62 @@ def _watched(found: dict[str, Any]) -> Iterator[None]:
     begun, others = time.monotonic(), Others()
     yield
     found |= {"seconds": time.monotonic() - begun, "others": others.share()}
+
+
+PACKAGES: Final = ("attmemo", "torch", "transformers", "openvino", "nncf", "onnxruntime", "onnx", "onnxscript")
+_INT8: Final = ("avx512_vnni", "avx_vnni", "amx_int8")  # for products of 8-bit numbers
+_STAT: Final = Path("/proc/stat")
+
+
+def measured_under() -> dict[str, Any]:
+    """Machine, versions of what is installed, instruction sets and load, JSON-able."""
+    found = conditions()
+    text = CPUINFO.read_text(encoding="utf-8", errors="replace") if CPUINFO.exists() else ""
+    found["features"] += [name for name in _INT8 if re.search(rf"^flags\b.*\b{name}\b", text, re.MULTILINE)]
+    found["packages"] = {}
+    for name in PACKAGES:
+        try:
+            found["packages"][name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class Others:
+    """How much of the machine's processor time other work takes than this process and its descendants."""
+
+    def __init__(self) -> None:
+        self._start = _now()
+
+    def share(self) -> float:
+        """Seconds that other work used since the beginning, over those of all processors."""
+        wall, busy, own = (now - before for now, before in zip(_now(), self._start, strict=True))
+        return max(0.0, busy - own) / (wall * (os.cpu_count() or 1))
+
+
+def _now() -> tuple[float, float, float]:
+    """Clock, processor seconds of the machine and of this process with its descendants."""
+    fields = [int(field) for field in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+    busy = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # neither idle nor waiting for a disk
+    return time.monotonic(), busy, _own_seconds()
+
+
+def _own_seconds() -> float:
+    """Of descendants that have ended too: a server that forks, a compiler. Each counts what it has waited for.
+
+    One that outlives its parent is no descendant any more, and counts as other work.
+    """
+    ticks: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    for place in _STAT.parent.glob("[0-9]*/stat"):
+        try:
+            fields = place.read_bytes().rsplit(b")", 1)[1].split()  # names of processes may be no text
+        except OSError:  # it has ended
+            continue
+        process = int(place.parent.name)
+        parents[process], ticks[process] = int(fields[1]), sum(map(int, fields[11:15]))
+    own, found = [os.getpid()], 0
+    while own:
+        found += sum(ticks.get(process, 0) for process in own)
+        own = [process for process, parent in parents.items() if parent in own]
+    return found / os.sysconf("SC_CLK_TCK")

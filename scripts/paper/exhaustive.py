@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attmemo.embed.similarity import similarity_matrix
 from attmemo.models import adapter_for
-from attmemo.profiler.capture import Capture
+from attmemo.profiler.map_recorder import Capture
 from attmemo.profiler.models import LoadedModel, Tokens, batches, collate
 
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import eager_mask
 from attmemo.db import Database
 from attmemo.models import adapter_for
 from attmemo.profiler.answers import ask, prepare, serving
-from attmemo.profiler.controls import CONTROLS, serving_control
+from attmemo.profiler.map_trial import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens
 from paper import sst2
 from paper.exhaustive import best_padded, padded_inputs, padded_maps

@@ -14,7 +14,7 @@ from attmemo.db import Database
 from attmemo.embed.similarity import similarity_matrix
 from attmemo.models import adapter_for
 from attmemo.profiler.answers import serving
-from attmemo.profiler.capture import Capture
+from attmemo.profiler.map_recorder import Capture
 from attmemo.profiler.models import LoadedModel, Tokens, collate
 from paper import sst2
 from paper.frame import Claim, Figure, Found, Run, judge, table, where

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure as Plot
 
 from attmemo.models import adapter_for
 from attmemo.profiler.answers import prepare, serving
-from attmemo.profiler.capture import Capture
+from attmemo.profiler.map_recorder import Capture
 from paper import sst2
 from paper.frame import Claim, Figure, Found, Run, judge, percent, table, where
 from paper.plots import PAPER, bars, legend, sheet

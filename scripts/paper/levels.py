@@ -18,7 +18,7 @@ from attmemo.db import Database
 from attmemo.embed.training import TrainOptions
 from attmemo.profiler.answers import ask, changed, prepare
 from attmemo.profiler.build import BuildOptions, build_database
-from attmemo.profiler.controls import CONTROLS, serving_control
+from attmemo.profiler.map_trial import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, load_model, tokenize
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune

@@ -150,7 +150,7 @@ class TestAdmission:
         self, monkeypatch: pytest.MonkeyPatch, model: str, log: Path, output: Path, **options: Any
     ) -> tuple[BuildResult, int]:
         """What a build comes to, and how many sequences the model was run over."""
-        from attmemo.profiler.capture import Capture
+        from attmemo.profiler.map_recorder import Capture
 
         run, asked = Capture.run, []
 

@@ -18,7 +18,7 @@ from attmemo.embed.calibration import Calibration
 from attmemo.embed.siamese import load_embedders
 from attmemo.embed.similarity import similarity_score
 from attmemo.models import adapter_for
-from attmemo.profiler.capture import Capture
+from attmemo.profiler.map_recorder import Capture
 from attmemo.profiler.models import collate, load_model, tokenize
 
 BOUND = 0.2

@@ -14,7 +14,7 @@ from attmemo import Database, UnsupportedModelError, memoize, unmemoize
 from attmemo.embed.training import TrainOptions
 from attmemo.fingerprint import model_fields
 from attmemo.models import adapter_for
-from attmemo.profiler import capture
+from attmemo.profiler import map_recorder
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
@@ -74,8 +74,8 @@ def test_a_shared_module_is_timed_once_for_each_of_its_layers(name: str, monkeyp
     model: Any = FAMILIES[name].make()
     _, sites = adapter_for(model)
     ticks = iter(range(1000))
-    monkeypatch.setattr(capture.time, "perf_counter", lambda: next(ticks))
-    with capture.attention_seconds(model) as spent, torch.inference_mode():
+    monkeypatch.setattr(map_recorder.time, "perf_counter", lambda: next(ticks))
+    with map_recorder.attention_seconds(model) as spent, torch.inference_mode():
         model(input_ids=torch.arange(5)[None])
     assert spent == [1] * len(sites)
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]

@@ -17,11 +17,10 @@ from attmemo.guard.guard import Guard
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS
 from attmemo.memoization import memoize
-from attmemo.profiler.advise import FEWEST, PAYS, AdviseOptions, advise, recommend
+from attmemo.profiler.advise import FEWEST, PAYS, AdviseOptions, advise, play_tokens, recommend
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, tokenize
 from attmemo.profiler.peers.ways import another, way_of
-from attmemo.profiler.simulation import play_tokens
 from attmemo.rows.token_kinds import kinds_of
 
 

@@ -266,7 +266,7 @@ def test_layer_refuses_a_ceiling_that_is_none(monkeypatch: pytest.MonkeyPatch) -
 def test_layer_maps_are_neither_flat_nor_one_hot() -> None:
     """Else the times would be those of a degenerate softmax, full of zeros or subnormal numbers."""
     from attmemo.models import adapter_for
-    from attmemo.profiler.capture import Capture
+    from attmemo.profiler.map_recorder import Capture
 
     with torch.random.fork_rng(devices=[]):
         model = random_model("deberta-v2", 128, 2, 32, 2, "float32")

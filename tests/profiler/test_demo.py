@@ -29,10 +29,9 @@ from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo_plot import windows_of
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import load_model, tokenize
+from attmemo.profiler.models import load_model, own_pooling, tokenize
 from attmemo.profiler.peers.paths import PATHS
 from attmemo.profiler.peers.ways import Cache, another, way_of
-from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.race import (
     CACHE,
     EVERY,

@@ -19,9 +19,9 @@ from attmemo.models.cache_name import cache_of
 from attmemo.profiler.answers import KEPT, ask, changed, harm, likeliest, perplexity, prepare, serving
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.measure import _inputs, _run
 from attmemo.profiler.models import LoadedModel, NextToken, answers, collate, load_model, tokenize
 from attmemo.profiler.tables import make_tables
+from attmemo.profiler.train import _inputs, _run
 
 FAMILIES = ["llama", "gpt2"]
 VOCABULARY, LONGEST = 300, 64

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from attmemo.cli.app import app
 from attmemo.db import Database
-from attmemo.profiler import maps_demo
+from attmemo.profiler import demo
 from attmemo.profiler.logs import generate_log
 
 
@@ -27,8 +27,8 @@ def run(*args: str | Path) -> Any:
 def shortened(model: str) -> Iterator[None]:
     """A demo of seconds: another model, fewer lines."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maps_demo, "LINES", 300)
-        patch.setattr(maps_demo, "model_path", lambda: model)
+        patch.setattr(demo, "LINES", 300)
+        patch.setattr(demo, "model_path", lambda: model)
         yield
 
 
@@ -90,5 +90,5 @@ class TestRun:
 def test_the_lines_are_enough_to_certify_the_budget() -> None:
     from attmemo.perfmodel.tuner import sequences_needed
 
-    assert round(maps_demo._PARTS["tune"] * maps_demo.LINES) >= 2 * sequences_needed(maps_demo.BUDGET) - 1
-    assert sum(maps_demo._PARTS.values()) == pytest.approx(1)
+    assert round(demo._PARTS["tune"] * demo.LINES) >= 2 * sequences_needed(demo.BUDGET) - 1
+    assert sum(demo._PARTS.values()) == pytest.approx(1)

@@ -25,9 +25,9 @@ from attmemo.errors import AttmemoError, DataError
 from attmemo.profiler import peers
 from attmemo.profiler.models import LoadedModel
 from attmemo.profiler.peers import CellOptions, measure, sentences, title_of, verdicts
-from attmemo.profiler.peers.conditions import _own_seconds
 from attmemo.profiler.peers.paths import PATHS
 from attmemo.profiler.peers.stream import make_stream
+from attmemo.profiler.peers.table import _own_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, SCRIPTS = ROOT / "docs", str(ROOT / "scripts")

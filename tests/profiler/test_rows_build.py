@@ -20,7 +20,7 @@ from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullEr
 from attmemo.profiler import build as build_module
 from attmemo.profiler.build import BuildOptions, BuildResult, Progress, build_database, build_from_inputs
 from attmemo.profiler.models import LoadedModel, collate, load_model, tokenize
-from attmemo.profiler.row_controls import read_record
+from attmemo.profiler.row_trial import read_record
 
 LINES = 60
 OPTIONS = BuildOptions(max_length=48, storage="float32", batch_size=8, held_out=0.3, reuse="rows")

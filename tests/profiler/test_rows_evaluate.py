@@ -22,8 +22,15 @@ from attmemo.profiler.models import collate, load_model, tokenize
 from attmemo.profiler.open import stored_texts
 from attmemo.profiler.plots import present_panels
 from attmemo.profiler.report import write_report
-from attmemo.profiler.row_controls import CONTROLS, MeanRows, RandomRecord, ZeroedRows, read_record, serving_rows
-from attmemo.profiler.row_trial import RowTrial
+from attmemo.profiler.row_trial import (
+    CONTROLS,
+    MeanRows,
+    RandomRecord,
+    RowTrial,
+    ZeroedRows,
+    read_record,
+    serving_rows,
+)
 from attmemo.profiler.tables import make_tables
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune

@@ -27,15 +27,14 @@ from attmemo.perfmodel.profile import HitRates, LayerCosts, Profile
 from attmemo.perfmodel.tuner import JUDGED, sequences_judged
 from attmemo.profiler.answers import ask, changed, cosine, harm, prepare
 from attmemo.profiler.build import BuildOptions, build_database
-from attmemo.profiler.capture import Capture
-from attmemo.profiler.controls import CONTROLS, MeanMaps, RandomMaps, serving_control
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, load_model, tokenize
+from attmemo.profiler.map_recorder import Capture
+from attmemo.profiler.map_trial import CONTROLS, MeanMaps, RandomMaps, serving_control
+from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, load_model, own_pooling, tokenize
 from attmemo.profiler.open import first_inputs, stored_texts
-from attmemo.profiler.pooling import own_pooling
+from attmemo.profiler.quality import time_passes
 from attmemo.profiler.report import write_report
-from attmemo.profiler.timing import time_passes
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
 

@@ -25,7 +25,7 @@ from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import changes as changes_of
 from attmemo.kernels.kinds import NO_KINDS
 from attmemo.kernels.plan import Demand
-from attmemo.profiler.row_controls import read_record
+from attmemo.profiler.row_trial import read_record
 from attmemo.rows.candidate import Offer
 from attmemo.rows.layout import RowLayout
 from attmemo.rows.live_store import KNOWN, PAYS, GrowingRows

@@ -15,7 +15,7 @@ import pytest
 import torch
 from shared_data import SHARED
 
-from attmemo.profiler import measure
+from attmemo.profiler import train
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS, DOCS = ROOT / "scripts", ROOT / "docs"
@@ -33,7 +33,7 @@ FILES = ("data/sst2/train.tsv", "data/loghub_2k", "models/minilm-sst2", "models/
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[frame.Run]:
     """One work folder for all figures: databases are made once. Costs are measured of small batches alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "BATCHES", (1, 4))
+        patch.setattr(train, "BATCHES", (1, 4))
         yield frame.Run(SHARED, tmp_path_factory.mktemp("paper"), toy=True)
 
 
