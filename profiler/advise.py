@@ -28,7 +28,7 @@ from attmemo.loading import load_config
 from attmemo.memoization import memoize
 from attmemo.profiler.data import read_texts
 from attmemo.profiler.models import LoadedModel, Tokens, greatest_length, load_model, tokenize
-from attmemo.profiler.peers.ways import another, way_of
+from attmemo.profiler.peers.paths import another, way_of
 from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.rows.index import TokenIndex
 from attmemo.rows.layout import RowLayout
@@ -39,6 +39,13 @@ from attmemo.system.precision import has_native_bfloat16
 from attmemo.wording import counted
 
 Ints = npt.NDArray[np.int64]
+FEWEST: Final = 100
+PAYS: Final = 1.15
+"""Expected speed over packed blocks from which reuse is recommended: the guard may serve less than is played."""
+MANY: Final = 0.3
+"""Share of exact duplicates from which a cache is recommended."""
+_BATCHES: Final = 4
+_ROUNDS: Final = 2  # at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +105,6 @@ def play_tokens(
             index.add(tokens)
             stored += len(tokens)
     return Played(lengths, rows, verified, len(index), stored, known, spent / max(len(texts), 1))
-
-
-FEWEST: Final = 100
-PAYS: Final = 1.15
-"""Expected speed over packed blocks from which reuse is recommended: the guard may serve less than is played."""
-MANY: Final = 0.3
-"""Share of exact duplicates from which a cache is recommended."""
-_BATCHES: Final = 4
-_ROUNDS: Final = 2  # at least
 
 
 @dataclass(frozen=True, slots=True)

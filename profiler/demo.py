@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import select
 import shutil
 import time
 from collections import deque
@@ -20,10 +22,9 @@ from attmemo.errors import AttmemoError, DataError
 from attmemo.memoization import memoize
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
-from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, greatest_length, load_model, own_pooling, tokenize
-from attmemo.profiler.peers.ways import Ask, Way, another, timed, way_of
+from attmemo.profiler.peers.paths import Ask, Way, another, timed, way_of
 from attmemo.profiler.race import EVERY, MAPS, Race, other_runtimes
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
@@ -31,6 +32,7 @@ from attmemo.profiler.turns import Progress, silent
 from attmemo.system.extras import check_installed, install
 from attmemo.system.machine import conditions
 from attmemo.system.precision import has_native_bfloat16
+from attmemo.wording import counted
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
 BATCH: Final = 32
@@ -53,6 +55,10 @@ _FEW_FOR_MAPS: Final = (
     f"first {STORED + JUDGED} are stored or judged"
 )
 _INVENTED: Final = 1 << 20  # lines; more than any machine computes in that time
+LINES: Final = 3500  # three to four minutes on two cores; a third is enough to certify the budget
+_PARTS: Final = {"build": 0.47, "tune": 0.35, "ask": 0.18}
+WAIT: Final = 1.0  # seconds that a batch waits for more lines
+_PIECE: Final = 1 << 16
 
 
 def model_path() -> str:
@@ -214,16 +220,12 @@ def run_demo(
         "time_over": ended - start >= seconds - RESERVE,
         "plot": str(output / "demo.png"),
     }  # fmt: skip
-    from attmemo.profiler.demo_plot import draw_race
+    from attmemo.profiler.way_plots import draw_race
 
     (output / "demo.png").write_bytes(draw_race(result))
     result["seconds"] = time.monotonic() - start
     (output / "demo.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     return result
-
-
-LINES: Final = 3500  # three to four minutes on two cores; a third is enough to certify the budget
-_PARTS: Final = {"build": 0.47, "tune": 0.35, "ask": 0.18}
 
 
 def run_maps_demo(log: Path | None, output: Path, tell: Progress = silent) -> dict[str, Any]:
@@ -263,3 +265,52 @@ def _split(lines: list[str], output: Path) -> dict[str, Path]:
     for part, own in (parts | {"service": lines}).items():
         (output / f"{part}.log").write_text("".join(f"{line}\n" for line in own), encoding="utf-8")
     return {part: output / f"{part}.log" for part in parts}
+
+
+def read_log(log: Path, fewest: int) -> Iterator[str]:
+    """The lines of a file that are not blank, without ends; DataError: no text, or fewer lines than that."""
+    try:
+        with log.open("rb") as stream:
+            if b"\0" in stream.read(4096):
+                raise DataError(f"{log}: is not text, expected a log with one entry a line.", "decompress it")
+        with log.open(encoding="utf-8", errors="replace") as stream:
+            count = sum(1 for line in islice((line for line in stream if line.strip()), fewest))
+        if count < fewest:
+            raise DataError(
+                f"{log} has {counted(count, 'line that is', 'lines that are')} not blank; the demo needs {fewest}, "
+                "better thousands.",
+                "give a longer log, or none: attmemo demo",
+            )
+    except OSError as error:
+        raise DataError(f"{log}: cannot be read: {error.strerror or error}", "check the path") from error
+    return _lines(log)
+
+
+def _lines(log: Path) -> Iterator[str]:
+    with log.open(encoding="utf-8", errors="replace") as stream:
+        yield from (line.strip() for line in stream if line.strip())
+
+
+def in_batches(lines: Iterator[str], size: int) -> Iterator[Sequence[str]]:
+    """So many lines at a time; the last batch may be smaller."""
+    while batch := list(islice(lines, size)):
+        yield batch
+
+
+def read_batches(descriptor: int, size: int, wait: float = WAIT) -> Iterator[Sequence[str]]:
+    """Batches of what is written to a descriptor, as it comes.
+
+    A batch that is not full goes on after `wait` seconds without anything new. Blank lines are left out.
+    """
+    # No thread and no sys.stdin: a thread that waits in a buffered read keeps Python from ending.
+    rest, lines, ended = b"", list[str](), False
+    while not ended or lines:
+        ready = ended or select.select([descriptor], [], [], wait if lines else None)[0]
+        if ready and not ended and len(lines) < size:
+            piece = os.read(descriptor, _PIECE)
+            ended = not piece
+            *whole, rest = (rest + (piece or b"\n")).split(b"\n")
+            lines += [text for line in whole if (text := line.decode("utf-8", "replace").strip())]
+        if len(lines) >= size or (lines and (ended or not ready)):
+            yield lines[:size]
+            lines = lines[size:]

@@ -30,6 +30,12 @@ from attmemo.models.masks import consecutive
 from attmemo.profiler.models import Tokens
 from attmemo.profiler.recorder import Admission, Form, Place, Slots
 
+CANDIDATES: Final = 4  # records compared in full
+LEFT_OUT: Final = "left-out.json"  # what a builder notes beside the database; no reader asks for it
+_DIMENSIONS: Final = 64
+_CHANNELS: Final = 8
+_SEED: Final = 20240229
+
 
 @dataclass
 class Captured:
@@ -122,13 +128,6 @@ def attention_seconds(model: nn.Module) -> Iterator[list[float]]:
             stack.callback(group[0].module.register_forward_pre_hook(begin).remove)
             stack.callback(group[0].module.register_forward_hook(end(cycle(group))).remove)
         yield spent
-
-
-CANDIDATES: Final = 4  # records compared in full
-LEFT_OUT: Final = "left-out.json"  # what a builder notes beside the database; no reader asks for it
-_DIMENSIONS: Final = 64
-_CHANNELS: Final = 8
-_SEED: Final = 20240229
 
 
 class MapRecorder:

@@ -29,6 +29,7 @@ from attmemo.profiler.trial import Path, Trial, same_answers
 from attmemo.profiler.turns import Progress
 
 MEAN_OF = 64  # records that a mean map averages
+_BATCH = 16  # texts of an exhaustive search
 
 
 class MeanMaps(MapSource):
@@ -81,9 +82,6 @@ def serving_control(engine: Engine, name: str) -> Iterator[None]:
     finally:
         maps.source.close()
         maps.source = before
-
-
-_BATCH = 16  # texts of an exhaustive search
 
 
 class MapTrial(Trial):

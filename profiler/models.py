@@ -22,6 +22,12 @@ CHARACTERS: Final = 32  # for each token that is wanted, before a text is cut: n
 _PAIR: Final = ("encoder", "decoder")  # not by the configuration: that of T5's encoder, saved alone, denies both
 GIVES: Final = {"classifier": "classes", "language-model": "next tokens", "encoder": "embeddings"}
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Pooling = Literal["mean", "cls"]  # what a user may ask for
+POOLINGS: Final = ("mean", "cls", "max", "lasttoken")
+_MODE: Final = "pooling_mode_"
+# Scaled by the square root of the length, a mean has the same direction: no cosine sees the difference.
+_NAMES: Final = {"mean_tokens": "mean", "mean_sqrt_len_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
+_HINT: Final = "say how with --pooling mean or --pooling cls, or in Python give answer=, a function"
 
 
 @dataclass
@@ -232,14 +238,6 @@ def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | N
         return output.logits.float()  # type: ignore[no-any-return]
     loaded.pooling = loaded.pooling or own_pooling(loaded.name)
     return nn.functional.normalize(pool(output.last_hidden_state, mask, loaded.pooling), dim=-1)
-
-
-Pooling = Literal["mean", "cls"]  # what a user may ask for
-POOLINGS: Final = ("mean", "cls", "max", "lasttoken")
-_MODE: Final = "pooling_mode_"
-# Scaled by the square root of the length, a mean has the same direction: no cosine sees the difference.
-_NAMES: Final = {"mean_tokens": "mean", "mean_sqrt_len_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
-_HINT: Final = "say how with --pooling mean or --pooling cls, or in Python give answer=, a function"
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:

@@ -19,6 +19,9 @@ from attmemo.profiler.open import Asked
 from attmemo.profiler.trial import Path, Trial
 from attmemo.profiler.turns import Job, Progress, interleave, silent
 
+SWEEP_SEQUENCES: Final = 400
+_MEANS: Final = {"classifier": "another class", "language-model": "another first token"}
+
 
 def time_paths(
     loaded: LoadedModel, trial: Trial, handle: Any, prepared: Sequence[Batch], repeats: int, tell: Progress,
@@ -103,10 +106,6 @@ def _compile(loaded: LoadedModel, prepared: Sequence[Batch], tell: Progress) -> 
                 answers(loaded, inputs, compiled)
     tell("compiling", len(shapes), len(shapes))
     return compiled
-
-
-SWEEP_SEQUENCES: Final = 400
-_MEANS: Final = {"classifier": "another class", "language-model": "another first token"}
 
 
 @dataclass

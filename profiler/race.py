@@ -23,9 +23,8 @@ from attmemo.guard.certificate import certifies, highest_rate
 from attmemo.memoization import memoize
 from attmemo.profiler.answers import changed
 from attmemo.profiler.models import LoadedModel, Tokens
-from attmemo.profiler.peers.paths import MIN_COSINE, PATHS, Order, memoize_rows
+from attmemo.profiler.peers.paths import MIN_COSINE, PATHS, Ask, Cache, Order, another, memoize_rows, timed, way_of
 from attmemo.profiler.peers.process import PathError, Processes
-from attmemo.profiler.peers.ways import Ask, Cache, another, timed, way_of
 from attmemo.profiler.turns import alternate
 
 STOCK: Final = "stock"

@@ -32,6 +32,11 @@ from attmemo.profiler.open import open_model
 from attmemo.profiler.turns import Progress, silent
 from attmemo.system.machine import conditions
 
+_Sample = tuple[list[int], float]  # lengths of the batch, milliseconds
+BATCHES = (1, 4, 16, 32)
+MOST_TOKENS = 4096  # per measured batch: enough to see the quadratic term, little enough to end soon
+REPEATS = 3
+
 
 def train_database(
     path: Path, options: TrainOptions | None = None, *, model: str | None = None, profile: bool = True,
@@ -91,12 +96,6 @@ def train_database(
             "profile": measured and {k: measured[k] for k in ("costs", "lookup_sequence", "threads", "dtype")},
             "notes": notes,
         }  # fmt: skip
-
-
-_Sample = tuple[list[int], float]  # lengths of the batch, milliseconds
-BATCHES = (1, 4, 16, 32)
-MOST_TOKENS = 4096  # per measured batch: enough to see the quadratic term, little enough to end soon
-REPEATS = 3
 
 
 def measure(

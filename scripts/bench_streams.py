@@ -23,12 +23,11 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from attmemo.profiler.colors import color_of
-from attmemo.profiler.demo import BUDGET, MODEL, model_path
-from attmemo.profiler.lines import in_batches, read_log
+from attmemo.profiler.demo import BUDGET, MODEL, in_batches, model_path, read_log
 from attmemo.profiler.models import load_model, own_pooling, tokenize
 from attmemo.profiler.plots import GREY, STYLE, png
 from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS, STOCK, Race, other_runtimes
+from attmemo.profiler.way_plots import color_of
 from attmemo.system.machine import conditions
 
 STREAMS = ("OpenSSH", "HDFS", "BGL", "Apache")

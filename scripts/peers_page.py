@@ -12,11 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from peers_inputs import MODELS, STREAMS
 
-from attmemo.profiler.colors import color_of
 from attmemo.profiler.peers import sentences, title_of, verdicts
 from attmemo.profiler.peers.paths import CACHE, PATHS
 from attmemo.profiler.peers.verdict import SURE
 from attmemo.profiler.plots import GREY, ORANGE, STYLE, png
+from attmemo.profiler.way_plots import color_of
 
 __all__ = ["draw", "sentences", "text"]
 

@@ -89,7 +89,7 @@ def peers(
         source = ", ".join(file.name for file in data)
         found = measure(model, texts, source, options.choose(CellOptions, values), out.stages)
         if plot is not None:
-            from attmemo.profiler.peers.plot import draw_table
+            from attmemo.profiler.way_plots import draw_table
 
             write_whole("--plot", plot, draw_table(found))
         show(out, found)

@@ -20,12 +20,18 @@ from torch import Tensor
 from attmemo.errors import AttmemoError
 from attmemo.profiler.answers import changed, cosine
 from attmemo.profiler.models import Tokens
-from attmemo.profiler.peers.paths import CACHE, MIN_COSINE, PATHS, STOCK
+from attmemo.profiler.peers.paths import CACHE, MIN_COSINE, PATHS, STOCK, Ask, Cache
 from attmemo.profiler.peers.process import PathError, PathProcess, Processes
 from attmemo.profiler.peers.stream import Stream, Turn
-from attmemo.profiler.peers.ways import Ask, Cache
 from attmemo.profiler.turns import Progress, alternate
 from attmemo.system.machine import CPUINFO, conditions
+
+_PILOT: Final = 3  # batches of the first part that show which exact path is the fastest
+_WHOLE: Final = 32  # texts in a batch of the reference
+Key = tuple[str, bool]  # a path, and whether its texts come in the order of their lengths
+PACKAGES: Final = ("attmemo", "torch", "transformers", "openvino", "nncf", "onnxruntime", "onnx", "onnxscript")
+_INT8: Final = ("avx512_vnni", "avx_vnni", "amx_int8")  # for products of 8-bit numbers
+_STAT: Final = Path("/proc/stat")
 
 
 class Tally:
@@ -100,12 +106,6 @@ def counts(stats: Mapping[str, Any]) -> dict[str, Any]:
     if stats.get("guard"):
         found["guard"] = {key: stats["guard"][key] for key in ("state", "says", "verified", "changed")}
     return found
-
-
-_PILOT: Final = 3  # batches of the first part that show which exact path is the fastest
-_WHOLE: Final = 32  # texts in a batch of the reference
-
-Key = tuple[str, bool]  # a path, and whether its texts come in the order of their lengths
 
 
 class Table:
@@ -256,11 +256,6 @@ def _watched(found: dict[str, Any]) -> Iterator[None]:
     begun, others = time.monotonic(), Others()
     yield
     found |= {"seconds": time.monotonic() - begun, "others": others.share()}
-
-
-PACKAGES: Final = ("attmemo", "torch", "transformers", "openvino", "nncf", "onnxruntime", "onnx", "onnxscript")
-_INT8: Final = ("avx512_vnni", "avx_vnni", "amx_int8")  # for products of 8-bit numbers
-_STAT: Final = Path("/proc/stat")
 
 
 def measured_under() -> dict[str, Any]:

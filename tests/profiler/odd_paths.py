@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from attmemo.profiler.models import Tokens, load_model
-from attmemo.profiler.peers.paths import Order, Ready, Route
-from attmemo.profiler.peers.ways import way_of
+from attmemo.profiler.peers.paths import Order, Ready, Route, way_of
 
 
 def permuted(order: Order) -> Ready:

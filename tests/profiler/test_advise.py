@@ -20,7 +20,7 @@ from attmemo.memoization import memoize
 from attmemo.profiler.advise import FEWEST, PAYS, AdviseOptions, advise, play_tokens, recommend
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, tokenize
-from attmemo.profiler.peers.ways import another, way_of
+from attmemo.profiler.peers.paths import another, way_of
 from attmemo.rows.token_kinds import kinds_of
 
 

@@ -25,13 +25,10 @@ from attmemo.cli.live import LiveLine
 from attmemo.errors import DataError
 from attmemo.guard.guard import Guard
 from attmemo.profiler import demo
-from attmemo.profiler.colors import color_of
-from attmemo.profiler.demo_plot import windows_of
-from attmemo.profiler.lines import in_batches, read_batches, read_log
+from attmemo.profiler.demo import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model, own_pooling, tokenize
-from attmemo.profiler.peers.paths import PATHS
-from attmemo.profiler.peers.ways import Cache, another, way_of
+from attmemo.profiler.peers.paths import PATHS, Cache, another, way_of
 from attmemo.profiler.race import (
     CACHE,
     EVERY,
@@ -47,6 +44,7 @@ from attmemo.profiler.race import (
     samples_needed,
     standing,
 )
+from attmemo.profiler.way_plots import color_of, windows_of
 
 
 def run(*args: str | Path) -> Any:

@@ -1,9 +1,10 @@
-"""The plot of the demo: speed, and what the guard let pass, over the stream."""
+"""Plots of ways to the same answers: the demo's stream, and the table of peers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
@@ -11,11 +12,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from attmemo.profiler.colors import color_of
-from attmemo.profiler.plots import FAINT, RED, STYLE, png
-from attmemo.profiler.race import ROWS, STOCK, Lap, standing
+from attmemo.profiler.peers.verdict import title_of
+from attmemo.profiler.plots import BLUE, FAINT, GOLD, GREEN, GREY, INK, ORANGE, PURPLE, RED, STYLE, png
+from attmemo.profiler.race import CACHE, MAPS, ONNX, OPENVINO, PACKED, ROWS, STOCK, Lap, standing
 
+COLORS: Final = {
+    "stock": FAINT, "openvino": ORANGE, "onnx": PURPLE, "none": GREEN, "rows": BLUE, "maps": GOLD, "cache": GREY,
+}  # fmt: skip
+_NAMES: Final = {
+    STOCK: "stock", OPENVINO: "openvino", ONNX: "onnx", PACKED: "none", ROWS: "rows", MAPS: "maps", CACHE: "cache",
+}  # fmt: skip
 WINDOWS: Final = 24
+
+
+def color_of(way: str) -> str:
+    """Return the colour of a way of `attmemo.profiler.race` or of a path of `attmemo.profiler.peers`; else ink."""
+    return COLORS.get(_NAMES.get(way, way.partition("-")[0]), INK)
 
 
 def draw_race(result: Mapping[str, Any]) -> bytes:
@@ -73,3 +85,32 @@ def _draw_shares(axes: Axes, windows: Sequence[Sequence[Lap]]) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("lines")
     axes.set_title("Shares; a row that is computed twice, to verify, counts twice")
+
+
+def draw_table(found: Mapping[str, Any]) -> bytes:
+    """A result of `measure` as a PNG."""
+    sizes = found["batch"]
+    panels = [[c for c in found["cells"] if c["batch"] == size and "speed" in c] for size in sizes]
+    most = max(map(len, panels))
+    with mpl.rc_context(STYLE | {"axes.grid.axis": "x"}):
+        figure = Figure((4.4 * len(sizes) + 0.6, 0.28 * most + 1.3), dpi=130, layout="constrained")
+        for axes, size, cells in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, panels, strict=True):
+            cells = sorted(cells, key=lambda one: float(one["speed"]))
+            speeds = [cell["speed"] for cell in cells]
+            colors = [color_of(cell["path"]) for cell in cells]
+            axes.barh([title_of(cell) for cell in cells], speeds, 0.7, color=colors)
+            for place, cell in enumerate(cells):
+                text = f"{cell['speed']:.2f}, {100 * cell['quality']['changed']:.1f} % changed"
+                under = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the line of stock goes on behind
+                axes.text(cell["speed"] + 0.01 * max(speeds), place, text, va="center", fontsize=7, bbox=under)
+            axes.axvline(1.0, color=GREY, linestyle="--", linewidth=1)
+            axes.set_xlim(0.0, 1.45 * max(speeds))
+            axes.set_xlabel("speed, stock = 1")
+            axes.set_title(f"batches of {size}")
+        stream, model = found["stream"], found["model"]
+        figure.suptitle(
+            f"{Path(model['name']).name}, {model['dtype']}: {stream['asked_of_all']} of {stream['texts']} texts of "
+            f"{stream['name']}",
+            x=0.01, ha="left", fontsize=10,
+        )  # fmt: skip
+        return png(figure)
