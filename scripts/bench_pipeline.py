@@ -19,7 +19,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from matplotlib.figure import Figure
 from transformers import BertTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from attmemo.fastseq import Pipeline
+from attmemo.profiler.turns import Job, interleave
 from attmemo.system.machine import conditions
 
 
@@ -40,6 +40,10 @@ def plain_loop(model: Any, tokenizer: Any, texts: list[str], output: Path, batch
             )
             for text in tokenizer.batch_decode(sequences, skip_special_tokens=True):
                 file.write(text.replace("\n", " ") + "\n")
+
+
+def _job(work: Callable[[], None]) -> Job:
+    return lambda _: work()
 
 
 def main() -> None:
@@ -86,13 +90,10 @@ def main() -> None:
             "pipeline, buckets": partial(pipeline, "pipeline, buckets", batch=arguments.batch),
             "pipeline, buckets, planned batch": partial(pipeline, "pipeline, buckets, planned batch"),
         }
-        found.update({way: {"seconds": []} for way in ways})
         model.generate(**tokenizer(texts[:2], padding=True, return_tensors="pt", return_token_type_ids=False))
-        for _ in range(arguments.repeats):
-            for way, work in ways.items():
-                begin = perf_counter()
-                work()
-                found[way]["seconds"].append(perf_counter() - begin)
+        found.update({way: {} for way in ways})
+        for way, times in interleave({way: _job(work) for way, work in ways.items()}, arguments.repeats).items():
+            found[way]["seconds"] = [1e-3 * ms for ms in times.milliseconds]
         outputs = {way: (folder / way).read_text().split("\n") for way in ways}
     baseline = median(found["plain loop"]["seconds"])
     for way, result in found.items():

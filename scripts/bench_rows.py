@@ -3,8 +3,8 @@
     python scripts/bench_rows.py ../shared results              # all cases, about 40 minutes on two cores
     python scripts/bench_rows.py ../shared results lines-HDFS   # one of them; --list names all
 
-A case has requests (token ids), in the order of arrival, in batches. Every path answers all of them, one after the
-other, and the rounds are repeated: the medians of a case come from one run. Times include everything from token ids to
+A case has requests (token ids), in the order of arrival, in batches. Every path answers all of them, the paths take
+turns, and the rounds are repeated: the medians of a case come from one run. Times include everything from token ids to
 pooled embeddings or logits: padding, lookup, planning, fetch, misses. OpenVINO (bfloat16, and int8 by NNCF) takes part
 if it is installed, each also with requests sorted by length. Cosines and agreement are those with the float32 model.
 """
@@ -16,7 +16,6 @@ import json
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -233,6 +232,10 @@ def ask(case: Case, run: Callable[[Batch], Any], by_length: bool = False) -> Ten
     return torch.cat(found)[places]
 
 
+def _job(case: Case, run: Callable[[Batch], Any], by_length: bool) -> Job:
+    return lambda _: ask(case, run, by_length)
+
+
 class _Whole(nn.Module):
     """A model with its inputs by position, as converters want them."""
 
@@ -324,7 +327,6 @@ def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compilin
         )
         runs["rows"] = (lambda b: rows(**b)), False
         handles["rows"] = rows.attmemo
-    times: dict[str, list[float]] = {name: [] for name in runs}
     answers: dict[str, Tensor] = {}
     with torch.inference_mode():
         reference = case.make(torch.float32)
@@ -335,13 +337,14 @@ def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compilin
             except Exception as error:  # a peer that cannot run is written down
                 print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
                 del runs[name]
-        for handle in handles.values():
-            handle.reset_stats()
-        for _ in range(ROUNDS):
-            for name, (run, by_length) in runs.items():
-                start = time.perf_counter()
-                ask(case, run, by_length)
-                times[name].append(1e3 * (time.perf_counter() - start) / len(case.requests))
+
+        def begin(turn: int) -> None:
+            if turn == 1:  # the first one that counts
+                for handle in handles.values():
+                    handle.reset_stats()
+
+        spent = interleave({name: _job(case, *way) for name, way in runs.items()}, ROUNDS, before=begin)
+    times = {name: [ms / len(case.requests) for ms in found.milliseconds] for name, found in spent.items()}
     result: dict[str, Any] = {"dtype": str(dtype)[6:], "storage": storage, "record_bytes": nbytes, "paths": {}}
     for name in runs:
         result["paths"][name] = {"ms": statistics.median(times[name]), "all_ms": times[name]} | quality(
