@@ -1,4 +1,4 @@
-# One command for each job, on a fresh Debian or Ubuntu with Python 3.11 or newer and GCC.
+# One command for each job, on a fresh Debian or Ubuntu with Python 3.11 or newer and GCC (also g++).
 #
 #   make demo               set up what the demo needs, and run it  LOG=my.log make demo: on your own log
 #   make test               set everything up, lint, type-check and test
@@ -165,8 +165,8 @@ $(LIBRARY): pyproject.toml setup.py $(wildcard native/*)
 	  echo "  Next: sudo apt-get install $$version-venv" >&2
 	  exit 1
 	fi
-	if ! command -v "$${CC:-cc}" >/dev/null && ! command -v gcc >/dev/null; then
-	  echo "error: there is no C compiler" >&2
+	if ! command -v "$${CC:-cc}" >/dev/null && ! command -v gcc >/dev/null || ! command -v "$${CXX:-c++}" >/dev/null; then
+	  echo "error: there is no compiler for C and C++" >&2
 	  echo "  Next: sudo apt-get install build-essential" >&2
 	  exit 1
 	fi
