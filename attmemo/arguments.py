@@ -13,6 +13,8 @@ from attmemo.errors import ArgumentError, ArgumentTypeError
 
 MEMORY: Final = ":memory:"
 """The database that starts with nothing and is kept in memory."""
+AUTO: Final = "auto"
+"""The database of the model in the user's cache directory."""
 
 
 def check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
@@ -47,6 +49,15 @@ def check_places(database: object, fill: object) -> None:
                 raise ArgumentError(what, f"name a directory, or leave out {name}") from error
 
 
+def check_budget(budget: object) -> None:
+    """Check that a budget is None or a share from 0 on and below 1, or raise ArgumentError."""
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0.0 <= budget < 1.0:
+        what = f"budget must be a number from 0 on and below 1; got {budget!r}."
+        raise ArgumentError(what, "budget=0.01 is 1 % of the answers, budget=0 computes all of them exactly")
+
+
 def check_tokenizer(tokenizer: object) -> None:
     """Check that this is a tokenizer of transformers, or None."""
     if tokenizer is None or (hasattr(tokenizer, "convert_ids_to_tokens") and hasattr(tokenizer, "__len__")):
@@ -56,8 +67,13 @@ def check_tokenizer(tokenizer: object) -> None:
     raise ArgumentTypeError(what, f"tokenizer=AutoTokenizer.from_pretrained({name!r})")
 
 
+def _asked_of_rows(reuse: str, memory: bool, folder: str | None) -> str:
+    """The argument that asks for rows."""
+    return "database=':memory:'" if memory else f"fill={folder!r}" if folder is not None else f"reuse={reuse!r}"
+
+
 def check_together(
-    *, reuse: str, database: object = None, fill: object = True, budget: object = 0.01, linear: str = "exact",
+    *, reuse: str, database: object = None, fill: object = True, budget: object = 0.0, linear: str = "exact",
     threshold: object = "auto", lookup: object = None, fetch: str = "auto", near: object = None,
     most_moved: object = None,
 ) -> None:  # fmt: skip
@@ -72,6 +88,8 @@ def check_together(
     reuse = "rows" if memory and reuse == "auto" else reuse
     folder = None if isinstance(fill, bool) else os.fspath(fill)  # type: ignore[call-overload]
     own = f"reuse={reuse!r}"
+    if reuse == "auto" and budget == 0 and database is None and folder is None and is_auto(threshold):
+        reuse, own = "none", "budget=0 without a database"
     for nonsense, what, hint in (
         (linear != "exact" and reuse == "maps", f"linear={linear!r} is a setting of packed blocks; {own} has none",
          "leave out linear"),
@@ -86,6 +104,16 @@ def check_together(
         (budget is None and (memory or folder is not None),
          "new records are what the guard verifies, and budget=None is without a guard",
          "give a budget; or only read a database, with fill=False"),
+        (budget is None and reuse == "auto" and database is None and is_auto(threshold),
+         "budget=None reuses records of a prepared database, and there is none", "give the database, or a budget"),
+        (budget == 0 and (reuse == "rows" or memory or folder is not None),
+         f"{_asked_of_rows(reuse, memory, folder)} reuses rows of similar inputs, which can change answers; "
+         "budget=0 allows no change", "budget=0.01 allows at most 1 % of the answers to change"),
+        (bool(budget) and reuse == "maps", "a budget guards reuse of rows; maps have a threshold",
+         "leave out budget; attmemo tune DB --budget 0.01 chooses a threshold by a budget"),
+        (database is None and fill is False and bool(budget) and reuse in ("auto", "rows"),
+         "reuse with nothing to read: fill=False keeps nothing, and there is no database",
+         "leave out fill, or give a database"),
         (reuse == "none" and database is not None, f"{own} takes no database: it reuses nothing",
          "leave out one of them"),
         (reuse == "none" and not is_auto(threshold), f"{own} takes no threshold: it reuses nothing",

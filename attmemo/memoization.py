@@ -6,14 +6,13 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
 
-from attmemo.arguments import MEMORY, check_choices, check_places, check_together, is_auto
+from attmemo.arguments import AUTO, MEMORY, check_budget, check_choices, check_places, check_together, is_auto
 from attmemo.db import Database, filling_path, find_database, kept_in
 from attmemo.db.pools.filling import is_filling
 from attmemo.embed.lookup import LookupName
@@ -43,11 +42,6 @@ from attmemo.system.sizes import bytes_of
 
 _LOG = logging.getLogger("attmemo")
 
-_NO_RECORDS = (
-    "nothing is reused: the model's blocks run without padding (rows need a budget, an answer that can be compared, "
-    "and a family that attmemo families lists with rows)"
-)
-
 _PRIVACY = "database=':memory:' keeps nothing behind, fill=False nothing at all; attmemo forget takes records out"
 
 Model = TypeVar("Model")
@@ -60,7 +54,7 @@ def memoize(
     database: str | os.PathLike[str] | Database | None = None,
     *,
     reuse: ReuseName = "auto",
-    budget: float | None = 0.01,
+    budget: float | None = 0.0,
     confidence: float = 0.95,
     answer: AnswerRule = "auto",
     min_cosine: float = 0.98,
@@ -75,29 +69,34 @@ def memoize(
     residency: Residency = "page-cache",
     linear: LinearName = "exact",
 ) -> Model:
-    """Serve a transformers model from what was computed before, in place.
+    """Make a transformers model faster on CPUs, in place.
+
+    ``memoize(model)`` is exact and keeps nothing: its blocks run without padding. ``memoize(model, budget=0.01)`` also
+    reuses what earlier, similar inputs have computed, and changes at most 1 % of the answers.
 
     Parameters
     ----------
     model : transformers model
         On the CPU. A wrapper that holds one (sentence-transformers, pipeline) is accepted.
     threshold : float, sequence of float, or "auto"
-        For maps: similarity score (Eq. 1 of arXiv 2301.09262, in [0, 1]) that a record is predicted to have at least,
-        for all layers or one for each; ``"auto"`` takes the result of ``attmemo tune`` for this database. For rows:
-        the share of its tokens that a record must supply to a sequence; ``"auto"`` is 0.5.
+        For maps, and in the cache directory if no database is given: similarity score (Eq. 1 of arXiv 2301.09262, in
+        [0, 1]) that a record is predicted to have at least, for all layers or one for each; ``"auto"`` takes the
+        result of ``attmemo tune`` for this database. For rows: the share of its tokens that a record must supply to a
+        sequence; ``"auto"`` is 0.5.
     database : path-like or Database, optional
-        Default: the database in the user's cache directory with the model's fingerprint, one that keeps what `reuse`
-        asks for; if there is none, one is made there that fills itself with rows. A `Database` object stays yours:
-        after you close it, the model stays exact. ``":memory:"`` starts with nothing and keeps rows of what was
-        computed exactly, in memory.
+        Where records are. A path: of a prepared database, or of one that fills itself with rows, which a budget begins
+        there if the path does not exist. A `Database` object stays yours: after you close it, the model stays exact.
+        ``":memory:"``: rows of what was computed exactly, in memory. ``"auto"``: the database of this model in the
+        user's cache directory; with a budget one is made there that fills itself, if there is none. Default: with a
+        budget ``":memory:"``, else nothing. Nothing is written to a disk unless a path or ``"auto"`` is given.
     reuse : {"auto", "maps", "rows", "none"}
         What records supply: attention maps, rows (K and V of every layer, and the last hidden states), or nothing.
-        ``"none"`` needs no database: it computes all blocks without padding, and is exact up to rounding. ``"auto"``
-        serves what the database keeps; where the cache directory has a database of each, rows; where it has none and
-        no threshold is given, it is ``"none"`` for families with blocks.
+        ``"none"`` computes all blocks without padding, and is exact up to rounding. ``"auto"``: what the database
+        keeps; without a database, rows if there is a budget and the answers are classes, else nothing.
     budget : float or None
-        For rows: the share of all answers that may change, at most. Until that is proven, requests are computed
-        exactly and verified. None: answers are not guarded.
+        The share of all answers that may change, at most; it guards reuse of rows. Until it is proven that records
+        keep it, requests are computed exactly and verified. 0: no answer changes. None: rows of a prepared database
+        are reused, and nothing guards the answers.
     confidence : float
         For rows: how sure the budget is kept.
     answer : {"auto", "class", "mean", "cls"} or callable
@@ -110,8 +109,8 @@ def memoize(
         For rows: tells numbers from words. Default: that of the wrapper, or the one saved beside the weights.
     fill : bool or path-like
         For rows: whether what is computed exactly becomes a record. True: in the database, if it fills itself; in
-        memory, in front of a prepared one. A path: in the database in this folder, which is made if there is none.
-        False: nothing is kept, records are only read.
+        memory, in front of a prepared one. A path: beside a prepared database, in the folder there, which is made if
+        there is none. False: nothing is kept, records are only read.
     max_bytes : int or str, optional
         For rows: bytes that such records may take, also as ``"4GiB"``; what is used least goes. Default: an eighth of
         the free memory, and in a folder at most a tenth of the disk's free bytes.
@@ -167,6 +166,7 @@ def memoize(
     check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
     check_choices(residency=(residency, get_args(Residency)), linear=(linear, get_args(LinearName)))
     check_places(None if isinstance(database, Database) else database, fill)
+    check_budget(budget)
     rule = Rule.of(near, most_moved)
     check_together(
         reuse=reuse, database=database, fill=fill, budget=budget, linear=linear, threshold=threshold, lookup=lookup,
@@ -184,7 +184,7 @@ def memoize(
             with weights_first(model if isinstance(model, nn.Module) else encoder):
                 handle = _prepare(
                     encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
-                    bound, linear,
+                    bound, linear, budget, answer != "auto",
                 )  # fmt: skip
         except AnswerError as error:
             if reuse == "rows" or answer != "auto":
@@ -247,47 +247,52 @@ def _prepare(
     fill: bool | str | os.PathLike[str],
     max_bytes: int | None,
     linear: LinearName,
+    budget: float | None,
+    vectors: bool,
 ) -> Memoization:
     """Check everything and make the handle; the model is not changed yet."""
     adapter, sites = _adapter(encoder)
     if linear != "exact":
         blocks_of(encoder, adapter, reuse)  # or refused by name, whatever else could serve the model
-    if reuse == "none":
+    folder = None if isinstance(fill, bool) else Path(fill)
+    asks_for_prepared = reuse == "maps" or (guarding is None and (reuse == "rows" or not is_auto(threshold)))
+    if database is None and folder is None and asks_for_prepared:
+        database = AUTO
+    by_itself = database is None and folder is None and reuse == "auto"
+    if reuse == "none" or (by_itself and guarding is None):
         return prepare_stack(encoder, adapter, linear)
     fills = fill is not False
-    fields = {} if database == MEMORY else model_fields(adapter.host(encoder), linear)
+    fields = {} if database in (None, MEMORY) and folder is None else model_fields(adapter.host(encoder), linear)
 
     def rows(prepared: Database | None, owned: bool, folder: Path | None) -> StackMemoization:
         return prepare_rows(
             encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes, fields),
             threshold=threshold, rule=rule, gate=gate, guarding=guarding, linear=linear,
+            vectors=vectors or not by_itself,
         )  # fmt: skip
 
-    if database == MEMORY:
-        return rows(None, False, None)
-    folder = None if isinstance(fill, bool) else Path(fill)
-    if database is None and folder is not None:
+    if by_itself:
+        return _by_itself(lambda: rows(None, False, None), lambda: prepare_stack(encoder, adapter, linear))
+    if database is None or database == MEMORY:
         return rows(None, False, folder)
-    if isinstance(database, str | os.PathLike) and not Path(database).exists():
-        raise _not_there(str(database), reuse)
-    if database is None:
+    if database == AUTO:
+        kind = "maps" if reuse == "auto" and guarding is None and budget == 0 else reuse
         try:
-            database = find_database(fingerprint(fields), reuse)
-        except DatabaseNotFoundError as missing:
+            database = find_database(fingerprint(fields), kind)
+        except DatabaseNotFoundError:
             own = filling_path(fingerprint(fields))
-            may = fills or is_filling(own)
-            if reuse == "maps" or (reuse == "auto" and not is_auto(threshold)) or (reuse == "rows" and not may):
+            if guarding is None or not is_auto(threshold) or not (fills or is_filling(own)):
                 raise
-            if reuse == "rows":
-                return _rows_by_themselves(lambda folder: rows(None, False, folder), own, fills)
-            reusing = None
-            if may and guarding is not None:
-                reusing = partial(_rows_by_themselves, lambda folder: rows(None, False, folder), own, fills)
-            return _by_itself(reusing, lambda: prepare_stack(encoder, adapter, linear), missing)
+            return _rows_by_themselves(lambda folder: rows(None, False, folder), own, fills)
+    elif isinstance(database, str | os.PathLike) and not Path(database).exists():
+        if guarding is None or not fills or folder is not None:
+            raise _not_there(str(database), reuse)
+        return rows(None, False, Path(database))
     if not isinstance(database, Database) and is_filling(database):
         if reuse == "maps" or folder is not None:
             what = f"{database} fills itself with rows: it has no maps, and fills no other folder."
             raise ArgumentError(what, f"database={str(database)!r} alone")
+        _check_budget_of_rows(str(database), budget)
         return rows(None, False, Path(database))
     with ExitStack() as undo:
         if isinstance(database, Database):
@@ -299,8 +304,12 @@ def _prepare(
         owned = opened is not database
         handle: Memoization
         if (kept_in(opened.manifest) if reuse == "auto" else reuse) == "rows":
+            _check_budget_of_rows(str(opened.path), budget)
             handle = rows(opened, owned, folder)
         else:
+            if budget:
+                what = f"{opened.path} keeps maps, which no budget guards: they have a threshold."
+                raise ArgumentError(what, f"leave out budget; attmemo tune {opened.path} --budget {budget:g} …")
             handle = prepare_maps(
                 encoder, adapter, sites, opened,
                 owned=owned, threshold=threshold, lookup=lookup, gate=gate, fetch=fetch,
@@ -314,25 +323,25 @@ def _prepare(
 def _not_there(path: str, reuse: ReuseName) -> DatabaseNotFoundError:
     """The error for a database that does not exist: mostly one was to be begun."""
     build = f"attmemo build-database --output {path} --model … --data …"
-    begin = f"fill={path!r} (attmemo serve: --fill {path}) begins one there that fills itself; or {build}"
+    begin = f"budget=0.01 (attmemo serve: --budget 0.01) begins one there that fills itself; or {build}"
     return DatabaseNotFoundError(f"{path} does not exist.", build if reuse == "maps" else begin)
 
 
-def _by_itself(
-    rows: Callable[[], Memoization] | None, whole: Callable[[], Memoization], missing: DatabaseNotFoundError
-) -> Memoization:
-    """What a user gets who names nothing: a database that fills itself, or else blocks without padding."""
+def _check_budget_of_rows(place: str, budget: float | None) -> None:
+    """ArgumentError: rows of a database are to be reused, and no answer may change."""
+    if budget == 0:
+        what = f"{place} keeps rows: to reuse them can change answers, and budget=0 allows no change."
+        raise ArgumentError(what, "budget=0.01 allows at most 1 % of the answers to change")
+
+
+def _by_itself(rows: Callable[[], Memoization], whole: Callable[[], Memoization]) -> Memoization:
+    """What a user gets who gives a budget alone: rows in memory, or else blocks without padding."""
     try:
-        if rows is not None:
-            return rows()
+        return rows()
     except (UnsupportedModelError, AdapterCheckError) as error:
-        _LOG.info("attmemo: rows are not reused: %s", error)
-    try:
         packed = whole()
-    except (UnsupportedModelError, AdapterCheckError) as error:
-        raise DatabaseNotFoundError(f"{error.what} And there is {missing.what}", missing.hint) from None
-    _LOG.warning("attmemo: %s", _NO_RECORDS)
-    return packed
+        _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
+        return packed
 
 
 def _rows_by_themselves(rows: Callable[[Path | None], StackMemoization], folder: Path, fills: bool) -> Memoization:

@@ -60,7 +60,7 @@ def cold(shared: Path, out: Path) -> dict[str, Any]:
             simulated = simulate(asked, Every(), Unbounded(1 << 60), rule, kinds)
             one: dict[str, Any] = {"simulated": simulated["rows"] / simulated["tokens"]}
             for name, kind in (("no guard", Unguarded), ("guard", Guard)):
-                memoize(model, database=":memory:", tokenizer=tokenizer, gate=False, threshold=0.5)
+                memoize(model, database=":memory:", tokenizer=tokenizer, gate=False, threshold=0.5, budget=0.01)
                 handle: Any = model.attmemo
                 handle.guard_anew(kind(0.01, 0.95, seed=0))
                 curve = []
@@ -224,7 +224,7 @@ def never(shared: Path, _: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"seen": []}
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "own"
-        memoize(model, fill=own, reuse="rows", tokenizer=tokenizer, max_bytes=BOUND)
+        memoize(model, fill=own, reuse="rows", tokenizer=tokenizer, max_bytes=BOUND, budget=0.01)
         memoize(other, reuse="none")
         totals = [0.0, 0.0]
         for part in range(16):

@@ -21,8 +21,8 @@ def _named(env: str, text: str, **more: Any) -> Any:
 
 
 def parse_budget(text: str) -> float | None:
-    """A share, or ``none``."""
-    return None if text == "none" else parse_share(text)
+    """A share, 0, or ``none``."""
+    return None if text == "none" else 0.0 if text in ("0", "0.0") else parse_share(text)
 
 
 def parse_fill(text: str) -> bool | str:
@@ -35,7 +35,7 @@ def parse_bytes(text: str) -> int:
     return parse_size(text)
 
 
-ONE_PERCENT: Any = "0.01"  # a default is parsed, and shown, like a value that is given
+NOTHING: Any = "0"  # a default is parsed, and shown, like a value that is given
 AUTO: Any = "auto"
 YES: Any = "yes"
 POSITIVE: Any = {"metavar": "N", "min": 1}
@@ -53,7 +53,8 @@ def serve(
     port: Annotated[int, _named("PORT", "Port to listen on.", min=0, max=65535)] = 3000,
     database: Annotated[str | None, _named(
         "ATTMEMO_DATABASE",
-        "Database directory, or :memory:.  [default: one in the cache directory, which fills itself]",
+        "Database directory; with a budget one is begun there that fills itself. :memory: keeps records in memory, "
+        "auto: in the cache directory.  [default: with a budget :memory:, else none]",
         metavar="DIR", show_default=False,
     )] = None,
     reuse: Annotated[Literal["auto", "rows", "maps", "none"], _named(
@@ -63,9 +64,10 @@ def serve(
         "LINEAR", "Arithmetic of linear layers; int8: faster, answers are near the exact ones."
     )] = "exact",
     budget: Annotated[Any, _named(
-        "ATTMEMO_BUDGET", "Share of answers that may change, at most; none: answers are not guarded.",
-        parser=parse_budget, metavar="SHARE",
-    )] = ONE_PERCENT,
+        "ATTMEMO_BUDGET",
+        "Share of answers that reuse of similar inputs may change, at most. 0: every answer is computed; none: "
+        "records of a prepared database are reused unguarded.", parser=parse_budget, metavar="SHARE",
+    )] = NOTHING,
     confidence: Annotated[float, _named(
         "ATTMEMO_CONFIDENCE", "How sure the budget is kept.", parser=parse_share, metavar="SHARE"
     )] = 0.95,
@@ -150,7 +152,8 @@ def serve(
 
     The wire format is that of text-embeddings-inference, and of OpenAI for embeddings.
 
-    Records fill themselves while it serves. The first page to look at is http://localhost:3000/. SIGTERM answers what
+    With --budget 0.01 it reuses what similar texts have computed, and proves that at most 1 % of the answers change.
+    The first page to look at is http://localhost:3000/. SIGTERM answers what
     is in work and closes the database.
     """
     given = dict(locals())

@@ -25,7 +25,7 @@ from attmemo.db.folder import GUARDS, SEGMENTS
 from attmemo.db.pools.filling import Filling
 from attmemo.db.pools.pool import Pool
 from attmemo.db.pools.shared_pool import SharedPool
-from attmemo.errors import ArgumentError, DatabaseError, DatabaseLockedError, StorageFullError
+from attmemo.errors import AnswerError, ArgumentError, DatabaseError, DatabaseLockedError, StorageFullError
 from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard.answers import AnswerRule, Answers, is_class_of_first_row
 from attmemo.guard.check import check_answers
@@ -93,7 +93,7 @@ class Guarding:
         """From the arguments of `memoize`, checked; None: answers are not guarded. ArgumentError: a wrong argument."""
         answers = Answers(answer, min_cosine)
         check_tokenizer(tokenizer)
-        if budget is None:
+        if not budget:
             return None
         Guard(budget, confidence)  # it checks its numbers
         return cls(budget, confidence, answers, tokenizer)
@@ -134,11 +134,12 @@ class Records:
 
 def prepare_rows(
     encoder: nn.Module, outer: Any, adapter: Adapter, records: Records, *, threshold: Any, rule: Rule, gate: bool,
-    guarding: Guarding | None, linear: LinearName,
+    guarding: Guarding | None, linear: LinearName, vectors: bool = True,
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle for rows; the model is not changed yet.
 
-    `outer` is what the caller holds: the model itself, or a wrapper around it.
+    `outer` is what the caller holds: the model itself, or a wrapper around it. `vectors`: whether answers that are
+    vectors may come from rows of similar inputs; if not, AnswerError is raised for them.
     """
     share = _share(threshold)
     tokenizer = None if guarding is None else guarding.tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
@@ -152,6 +153,10 @@ def prepare_rows(
     whole = _answering(outer, encoder)
     if guarding is not None:  # first of all: a head that cannot be read must leave no folder behind
         check_answers(whole, guarding.answers, adapter, encoder)
+        if guarding.answers.are_vectors and not vectors:
+            what = f"{type(outer).__name__} gives vectors, and rows of similar inputs pull vectors towards each other."
+            hint = "answer='mean' or 'cls' reuses rows all the same, where neighbours need not be kept"
+            raise AnswerError(what, hint)
     with ExitStack() as undo:
         prepared = None if opened is None else DatabaseRows(opened)
         store: DatabaseRows | GrowingRows

@@ -83,7 +83,7 @@ class Encoder:
 
     def __init__(
         self, model: str, *, text: str | Sequence[str] = "text", outputs: Mapping[str, str] | None = None,
-        database: str | None = None, cache: str | None = None, budget: float | None = 0.01,
+        database: str | None = None, cache: str | None = None, budget: float | None = 0.0,
         fill: bool | str | None = None, dtype: DtypeName = "float32", pooling: Pooling | None = None, prompt: str = "",
         normalize: bool = True, forward_tokens: int = 4096, threads: int | None = None, **options: Any,
     ) -> None:  # fmt: skip

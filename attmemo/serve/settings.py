@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from attmemo.arguments import check_places, check_together
+from attmemo.arguments import check_budget, check_places, check_together
 from attmemo.errors import ArgumentError
 from attmemo.system.machine import cores
 from attmemo.system.sizes import bytes_of
@@ -91,7 +91,7 @@ class Settings:
     database: str | None = None
     reuse: ReuseName = "auto"
     linear: LinearName = "exact"
-    budget: float | None = 0.01
+    budget: float | None = 0.0
     confidence: float = CONFIDENCE
     min_cosine: float = MIN_COSINE
     threshold: float | Sequence[float] | Literal["auto"] = "auto"
@@ -116,12 +116,13 @@ class Settings:
         if self.default_prompt is not None and self.default_prompt_name is not None:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
         check_places(self.database, self.fill)
+        check_budget(self.budget)
         check_together(
             reuse=self.reuse, database=self.database, fill=self.fill, budget=self.budget, linear=self.linear,
             threshold=self.threshold, near=self.near,
         )  # fmt: skip
-        if self.reuse in ("none", "maps") or self.budget is None:
-            why = "there is no budget" if self.budget is None else f"reuse is {self.reuse}"
+        if self.reuse in ("none", "maps") or not self.budget:
+            why = f"reuse is {self.reuse}" if self.reuse in ("none", "maps") else f"budget is {self.budget}"
             for name, value, usual in (
                 ("confidence", self.confidence, CONFIDENCE), ("min_cosine", self.min_cosine, MIN_COSINE)
             ):  # fmt: skip

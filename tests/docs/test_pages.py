@@ -71,7 +71,7 @@ def test_a_database_of_rows_holds_the_text(tiny_bert: str, service_log: Path, lo
 def test_a_folder_that_fills_itself_is_its_owners_alone(tiny_bert: str, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        model = memoize(AutoModel.from_pretrained(tiny_bert), fill=tmp_path / "DB")
+        model = memoize(AutoModel.from_pretrained(tiny_bert), fill=tmp_path / "DB", budget=0.01)
         model.attmemo.undo()
     finally:
         os.umask(before)

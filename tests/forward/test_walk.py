@@ -61,7 +61,7 @@ def test_an_exact_request_makes_few_calls(count: int) -> None:
 
 @pytest.mark.parametrize("count", [4, 32])
 def test_a_guarded_request_from_records_makes_few_calls(count: int) -> None:
-    served, inputs = memoize(model(), reuse="rows", database=":memory:", gate=False), batch(count)
+    served, inputs = memoize(model(), reuse="rows", database=":memory:", gate=False, budget=0.01), batch(count)
     with torch.inference_mode():
         served(**inputs)
         assert served.attmemo.flush()

@@ -366,7 +366,7 @@ class TestRefused:
     def test_a_wrong_answer_is_refused_by_name(self, classifier: Case, answer: Any) -> None:
         model = copy.deepcopy(classifier.bare)
         with pytest.raises((ValueError, AdapterCheckError), match="answer"):
-            memoize(model, database=":memory:", answer=answer)
+            memoize(model, database=":memory:", answer=answer, budget=0.01)
         assert is_bare(model)
 
     @pytest.mark.parametrize("error", [KeyError, AttributeError, ZeroDivisionError])
@@ -375,19 +375,19 @@ class TestRefused:
             raise error("embedding")
 
         with pytest.raises((ValueError, AdapterCheckError), match="answer"):
-            memoize(copy.deepcopy(classifier.bare), database=":memory:", answer=broken)
+            memoize(copy.deepcopy(classifier.bare), database=":memory:", answer=broken, budget=0.01)
 
     def test_a_function_that_fails_leaves_the_model_as_it_was(self, classifier: Case) -> None:
         model = copy.deepcopy(classifier.bare)
         with pytest.raises(ValueError, match="answer"):
-            memoize(model, database=":memory:", answer=lambda output: output["no such field"])
+            memoize(model, database=":memory:", answer=lambda output: output["no such field"], budget=0.01)
         assert is_bare(model)
 
     def test_an_earlier_memoization_stays(self, classifier: Case) -> None:
         model = guarded(classifier.bare)
         handle = model.attmemo
         with pytest.raises(ValueError, match="answer"):
-            memoize(model, database=":memory:", answer=lambda output: None)
+            memoize(model, database=":memory:", answer=lambda output: None, budget=0.01)
         assert model.attmemo is handle
         assert handle.enabled
         run(model, BASE)
@@ -398,7 +398,7 @@ class TestRefused:
         torch.manual_seed(1)
         model = Noisy(hf.BertConfig(**SIZES, num_labels=1000)).eval()
         with pytest.raises(AdapterCheckError, match="contradicts itself"):
-            memoize(model, database=":memory:")
+            memoize(model, database=":memory:", budget=0.01)
         assert is_bare(model)
 
     @pytest.mark.parametrize("given", [{"reuse": "rows"}, {"answer": "class"}, {"answer": "mean"}])
@@ -422,7 +422,7 @@ class TestRefused:
         monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path / "cache"))
         bare, own = HEADS[head](), tmp_path / "own"
         if place == "folder":
-            unmemoize(memoize(copy.deepcopy(bare.base_model), fill=own))
+            unmemoize(memoize(copy.deepcopy(bare.base_model), fill=own, budget=0.01))
         if place == "prepared":
             rows_database(bare.base_model, [BASE], own)
         given: dict[str, Any] = {
@@ -469,14 +469,14 @@ class TestRefused:
     def test_a_wrong_number_is_refused_by_name(self, classifier: Case, name: str, value: Any) -> None:
         model = copy.deepcopy(classifier.bare)
         with pytest.raises(ValueError, match=name):
-            memoize(model, database=":memory:", **{name: value})
+            memoize(model, database=":memory:", **{name: value}, budget=0.01)
         assert is_bare(model)
 
     def test_memory_keeps_guarded_rows_alone(self, classifier: Case) -> None:
         model = copy.deepcopy(classifier.bare)
         for options, told in (({"reuse": "maps"}, "maps"), ({"budget": None}, "budget"), ({"reuse": "none"}, "none")):
             with pytest.raises(ValueError, match=told):
-                memoize(model, database=":memory:", **options)  # type: ignore[arg-type]
+                memoize(model, database=":memory:", **options, budget=0.01)  # type: ignore[arg-type]
         assert is_bare(model)
 
 
@@ -522,7 +522,7 @@ class TestHooks:
         for inputs in (BASE, BOTH):
             assert torch.equal(field(run(other, inputs)), field(run(case.bare, inputs)))
         assert at_the_end(model) == before
-        certify(memoize(other, database=":memory:", gate=False))
+        certify(memoize(other, database=":memory:", gate=False, budget=0.01))
         assert worst(run(other, BASE), run(case.exact, BASE), BASE) <= NEAR
 
     def test_saved_weights_are_the_models_own(self, case: Case) -> None:
@@ -532,7 +532,7 @@ class TestHooks:
 
     def test_memoizing_again_begins_anew(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        memoize(model, database=":memory:", gate=False, min_cosine=-1.0)
+        memoize(model, database=":memory:", gate=False, min_cosine=-1.0, budget=0.01)
         assert model.attmemo.stats()["guard"]["state"] == "learning"
         assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
         memoize(model, reuse="none")

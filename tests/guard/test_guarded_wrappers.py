@@ -47,7 +47,7 @@ class TestPipeline:
     ) -> None:
         texts = [FIRST, SECOND, FIRST, THIRD]
         expected = [pipe(part, **OPTIONS) for part in texts]
-        memoize(pipe.model if inside else pipe, database=":memory:", reuse="rows", gate=False)
+        memoize(pipe.model if inside else pipe, database=":memory:", reuse="rows", gate=False, budget=0.01)
         assert NO_TOKENIZER not in caplog.text
         kinds = pipe.model.attmemo.planner.kinds
         known = pipe.tokenizer.get_vocab()
@@ -69,7 +69,7 @@ class TestPipeline:
 
     def test_numbers_that_are_free_are_served(self, pipe: Any) -> None:
         memoize(pipe, database=":memory:", reuse="rows", gate=False, answer=lambda output: output.logits,
-                min_cosine=-1.0)  # fmt: skip
+                min_cosine=-1.0, budget=0.01)  # fmt: skip
         for part in (FIRST, SECOND):
             pipe(part, **OPTIONS)
             flush(pipe.model)
@@ -82,7 +82,7 @@ class TestPipeline:
     def test_of_classes_a_number_that_changed_has_no_neighbours_computed_by_default(
         self, pipe: Any, near: int | None, beside: int
     ) -> None:
-        memoize(pipe, database=":memory:", reuse="rows", gate=False, near=near, tokenizer=pipe.tokenizer)
+        memoize(pipe, database=":memory:", reuse="rows", gate=False, near=near, tokenizer=pipe.tokenizer, budget=0.01)
         for part in (FIRST, SECOND):
             pipe(part, **OPTIONS)
             flush(pipe.model)
@@ -99,7 +99,7 @@ class TestPipeline:
             pipe.model.config.classifier_pooling = "mean"  # as ModernBERT has it
         else:
             options["answer"] = lambda output: output.logits.argmax(1)
-        memoize(pipe, database=":memory:", reuse="rows", gate=False, **options)
+        memoize(pipe, database=":memory:", reuse="rows", gate=False, **options, budget=0.01)
         assert pipe.model.attmemo.planner.rule.near_where(words=False) == 1
 
 
@@ -119,7 +119,7 @@ class TestSentenceTransformer:
     ) -> None:
         texts = [FIRST, SECOND, FIRST, THIRD, FIRST[:1]]
         expected = [embedder.encode(part) for part in texts]
-        memoize(embedder, database=":memory:", reuse="rows", gate=False, min_cosine=1 - 1e-10)
+        memoize(embedder, database=":memory:", reuse="rows", gate=False, min_cosine=1 - 1e-10, budget=0.01)
         assert NO_TOKENIZER not in caplog.text
         assert len(embedder.attmemo.planner.kinds) == len(embedder.tokenizer)
         certify(embedder)
@@ -132,11 +132,11 @@ class TestSentenceTransformer:
 
     @pytest.mark.parametrize("near", [None, 1])
     def test_a_number_that_changed_has_neighbours_computed(self, embedder: Any, near: int | None) -> None:
-        memoize(embedder, database=":memory:", reuse="rows", gate=False, near=near)
+        memoize(embedder, database=":memory:", reuse="rows", gate=False, near=near, budget=0.01)
         assert embedder.attmemo.planner.rule.near_where(words=False) == 1
 
     def test_the_answer_is_the_embedding_that_is_given_back(self, embedder: Any) -> None:
-        memoize(embedder, database=":memory:", reuse="rows", gate=False)
+        memoize(embedder, database=":memory:", reuse="rows", gate=False, budget=0.01)
         answers = embedder.attmemo.guarded.answers
         own, seen = answers.read, []
 
@@ -156,7 +156,7 @@ class TestSentenceTransformer:
 
     def test_verified_texts_are_served(self, embedder: Any) -> None:
         bare = copy.deepcopy(embedder)
-        memoize(embedder, database=":memory:", reuse="rows", gate=False, min_cosine=-1.0)
+        memoize(embedder, database=":memory:", reuse="rows", gate=False, min_cosine=-1.0, budget=0.01)
         for part in (FIRST, SECOND):
             embedder.encode(part)
             flush(embedder)
@@ -168,7 +168,7 @@ class TestSentenceTransformer:
         assert np.allclose(np.linalg.norm(normal, axis=1), 1.0, atol=1e-5)
 
     def test_the_model_inside_is_served_nothing(self, embedder: Any) -> None:
-        memoize(embedder, database=":memory:", reuse="rows", gate=False)
+        memoize(embedder, database=":memory:", reuse="rows", gate=False, budget=0.01)
         for _ in range(2):
             embedder.encode(FIRST)
             flush(embedder)
@@ -187,7 +187,7 @@ class TestSentenceTransformer:
         assert float((seen - expected)[valid].abs().max()) <= NEAR * float(expected.abs().max())
 
     def test_features_of_the_caller_stay_as_they_were(self, embedder: Any) -> None:
-        memoize(embedder, database=":memory:", reuse="rows", gate=False)
+        memoize(embedder, database=":memory:", reuse="rows", gate=False, budget=0.01)
         tokens = dict(embedder.tokenizer(FIRST, padding=True, return_tensors="pt"))
         names = set(tokens)
         with torch.inference_mode():
@@ -200,7 +200,7 @@ class TestSentenceTransformer:
     def test_undone_and_copied_it_is_bare(self, embedder: Any) -> None:
         expected = embedder.encode(FIRST)
         names = list(embedder.state_dict())
-        memoize(embedder, database=":memory:", reuse="rows", gate=False)
+        memoize(embedder, database=":memory:", reuse="rows", gate=False, budget=0.01)
         embedder.encode(FIRST)
         assert list(embedder.state_dict()) == names
         other = copy.deepcopy(embedder)
@@ -212,7 +212,7 @@ class TestSentenceTransformer:
 
     def test_another_min_cosine_is_another_answer(self, embedder: Any) -> None:
         for least, harm in ((1 - 1e-10, True), (-1.0, False)):
-            memoize(embedder, database=":memory:", reuse="rows", gate=False, min_cosine=least)
+            memoize(embedder, database=":memory:", reuse="rows", gate=False, min_cosine=least, budget=0.01)
             for part in (FIRST, SECOND):
                 embedder.encode(part)
                 flush(embedder)
@@ -232,9 +232,9 @@ class TestCrossEncoder:
         pairs = list(zip(FIRST, SECOND, strict=True))
         expected = cross.predict(pairs, convert_to_numpy=True)
         if inside:
-            memoize(cross.model, database=":memory:", reuse="rows", gate=False)
+            memoize(cross.model, database=":memory:", reuse="rows", gate=False, budget=0.01)
         else:
-            memoize(cross, database=":memory:", reuse="rows", gate=False)
+            memoize(cross, database=":memory:", reuse="rows", gate=False, budget=0.01)
         for _ in range(2):
             assert np.allclose(cross.predict(pairs, convert_to_numpy=True), expected, atol=1e-4)
             flush(cross.model)

@@ -177,7 +177,7 @@ class TestSizes:
 
     def test_a_bound_is_kept_that_was_given_as_a_text(self, model: Any, tmp_path: Path) -> None:
         try:
-            memoize(model, fill=tmp_path / "own", max_bytes="3 MiB")
+            memoize(model, fill=tmp_path / "own", max_bytes="3 MiB", budget=0.01)
             assert model.attmemo.engine.reuse.store.pool.max_bytes == 3 << 20
         finally:
             unmemoize(model)

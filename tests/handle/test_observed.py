@@ -23,7 +23,7 @@ def _bare() -> Any:
 @pytest.fixture(name="model")
 def _model(bare: Any) -> Iterator[Any]:
     """It has verified a change at one place."""
-    found = memoize(copy.deepcopy(bare), database=":memory:", reuse="rows", gate=False)
+    found = memoize(copy.deepcopy(bare), database=":memory:", reuse="rows", gate=False, budget=0.01)
     run(found, BASE)
     run(found, variant(4))
     yield certify(found)

@@ -130,12 +130,12 @@ class TestRecords:
         inputs = batch(LENGTHS)
         for own, folder in (("exact", tmp_path / "a"), ("int8", tmp_path / "b")):
             other = {"exact": "int8", "int8": "exact"}[own]
-            model = memoize(copy.deepcopy(bare), linear=own, fill=folder, gate=False, max_bytes=1 << 24)
+            model = memoize(copy.deepcopy(bare), linear=own, fill=folder, gate=False, max_bytes=1 << 24, budget=0.01)
             ask(model, inputs)
             unmemoize(model)
             for asked in ({"fill": folder}, {"database": folder}, {"database": folder, "fill": False}):
                 with pytest.raises(StaleDatabaseError, match="with int8 linear layers") as error:
-                    memoize(copy.deepcopy(bare), linear=other, max_bytes=1 << 24, **asked)
+                    memoize(copy.deepcopy(bare), linear=other, max_bytes=1 << 24, **asked, budget=0.01)
                 assert f"linear={own!r}" in str(error.value)
             again = memoize(copy.deepcopy(bare), linear=own, database=folder, gate=False)
             ask(again, inputs)
@@ -159,7 +159,8 @@ class TestRecords:
         monkeypatch.setattr("attmemo.handle.rows.check_fields", lambda *_: None)  # as if records were the same
         monkeypatch.setattr("attmemo.memoization.check_fields", lambda *_: None)
         for linear in ("exact", "int8", "exact"):
-            model = memoize(copy.deepcopy(bare), linear=linear, fill=tmp_path / "db", gate=False, max_bytes=1 << 24)
+            own = copy.deepcopy(bare)
+            model = memoize(own, linear=linear, fill=tmp_path / "db", gate=False, max_bytes=1 << 24, budget=0.01)
             for _ in range(3):
                 ask(model, batch(LENGTHS))
             unmemoize(model)

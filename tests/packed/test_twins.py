@@ -100,7 +100,7 @@ def test_an_observer_does_not_see_which_sequences_were_computed_for_others() -> 
 
 
 def test_of_the_same_requests_one_is_verified() -> None:
-    model: Any = memoize(pair("BERT")[0], 0.3, ":memory:", reuse="rows", gate=False)
+    model: Any = memoize(pair("BERT")[0], 0.3, ":memory:", reuse="rows", gate=False, budget=0.01)
     stored = batch([20], 7)
     asked = {key: tensor.repeat(8, 1) for key, tensor in changed(stored, 9).items()}
     with torch.inference_mode():
@@ -113,7 +113,7 @@ def test_of_the_same_requests_one_is_verified() -> None:
 
 
 def test_a_batch_of_one_text_makes_one_record() -> None:
-    model: Any = memoize(pair("BERT")[0], database=":memory:", reuse="rows")
+    model: Any = memoize(pair("BERT")[0], database=":memory:", reuse="rows", budget=0.01)
     inputs = {key: tensor.repeat(8, 1) for key, tensor in batch([20], 7).items()}
     with torch.inference_mode():
         model(**inputs)

@@ -84,7 +84,7 @@ class TestPlay:
         served = another(loaded)
         memoize(
             served.model, database=":memory:", reuse="rows", tokenizer=loaded.tokenizer, gate=False, min_cosine=-1.0,
-            answer=lambda output: torch.ones(len(output.logits), 2),
+            answer=lambda output: torch.ones(len(output.logits), 2), budget=0.01,
         )  # fmt: skip
         handle: Any = served.model.attmemo
         handle.guard_anew(Guard(0.01, 0.95, seed=0))

@@ -74,7 +74,7 @@ class TestByItself:
     def test_a_model_alone_fills_a_database_in_the_cache_directory(
         self, bare: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        model = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24)
+        model = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24, budget=0.01)
         assert model.attmemo.reuse == "rows"
         own = filling_path(fingerprint(model_fields(bare)))
         assert own.parent == cache_directory()
@@ -97,7 +97,7 @@ class TestByItself:
         first = filled(bare, tmp_path / "own")
         expected = ask(first)
         unmemoize(first)
-        model = memoize(copy.deepcopy(bare), database=tmp_path / "own", fill=False, gate=False)
+        model = memoize(copy.deepcopy(bare), database=tmp_path / "own", fill=False, gate=False, budget=0.01)
         assert apart(ask(model), expected) <= NEAR
         assert served(model) == len(LENGTHS)
         other = batch(LENGTHS, 9)
@@ -109,15 +109,15 @@ class TestByItself:
         self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
-        model = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24)
+        model = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24, budget=0.01)
         ask(model)
         folder = Path(model.attmemo.stats()["folder"])
         unmemoize(model)
         (folder / "FILLING.json").write_text("{}")
         with pytest.raises(DatabaseError):
-            memoize(copy.deepcopy(bare), fill=False)
+            memoize(copy.deepcopy(bare), fill=False, budget=0.01)
         assert not list(folder.rglob("set-aside")), "nothing was changed"
-        again = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24)
+        again = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24, budget=0.01)
         ask(again)
         assert caplog.text.count("set aside") == 1
         assert again.attmemo.stats()["folder"] == str(folder)
@@ -126,7 +126,7 @@ class TestByItself:
     def test_a_family_without_blocks_is_refused_by_name_and_packed_by_nothing(self) -> None:
         model = FAMILIES["GPT-2"].make() if "GPT-2" in FAMILIES else FAMILIES["GPT2"].make()
         with pytest.raises(UnsupportedModelError):
-            memoize(model, reuse="rows")
+            memoize(model, reuse="rows", budget=0.01)
 
     def test_a_model_whose_answers_cannot_be_compared_runs_packed(self, caplog: pytest.LogCaptureFixture) -> None:
         import transformers as hf
@@ -194,14 +194,14 @@ class TestShared:
         with torch.no_grad():
             next(p for p in other.parameters() if p.dim() == 2).add_(0.1)
         with pytest.raises(StaleDatabaseError):
-            memoize(other, database=tmp_path / "own", reuse="rows")
+            memoize(other, database=tmp_path / "own", reuse="rows", budget=0.01)
 
     def test_a_folder_that_fills_itself_takes_no_maps_and_no_second_folder(self, bare: Any, tmp_path: Path) -> None:
         unmemoize(filled(bare, tmp_path / "own"))
         with pytest.raises(ValueError, match="no maps"):
             memoize(copy.deepcopy(bare), database=tmp_path / "own", reuse="maps")
         with pytest.raises(ValueError, match="fills no other"):
-            memoize(copy.deepcopy(bare), database=tmp_path / "own", fill=tmp_path / "other")
+            memoize(copy.deepcopy(bare), database=tmp_path / "own", fill=tmp_path / "other", budget=0.01)
 
     def test_it_needs_a_budget_unless_it_only_reads(self, bare: Any, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="budget"):
@@ -223,7 +223,8 @@ class TestInFrontOfAPreparedOne:
         before = {file: file.read_bytes() for file in prepared.rglob("*") if file.is_file()}
         own, other = tmp_path / "own", batch(LENGTHS, 9)
         model = memoize(
-            copy.deepcopy(bare), database=prepared, fill=own, gate=False, max_bytes=1 << 24, min_cosine=-1.0
+            copy.deepcopy(bare), database=prepared, fill=own, gate=False, max_bytes=1 << 24, min_cosine=-1.0,
+            budget=0.01,
         )
         ask(model)
         whole = model.attmemo.engine.reuse.store.storage[1] == torch.float32
@@ -231,7 +232,7 @@ class TestInFrontOfAPreparedOne:
         ask(model, other)
         assert model.attmemo.stats()["records"] == len(LENGTHS)
         unmemoize(model)
-        again = memoize(copy.deepcopy(bare), database=prepared, fill=own, gate=False)
+        again = memoize(copy.deepcopy(bare), database=prepared, fill=own, gate=False, budget=0.01)
         assert again.attmemo.stats()["records"] == len(LENGTHS)
         assert len(again.attmemo.engine.reuse.store.index) == 2 * len(LENGTHS)
         after = {file: file.read_bytes() for file in before}
@@ -240,7 +241,7 @@ class TestInFrontOfAPreparedOne:
     def test_a_folder_of_another_storage_is_refused(self, bare: Any, prepared: Path, tmp_path: Path) -> None:
         unmemoize(filled(bare, tmp_path / "own", database=rows_database(bare, [INPUTS], tmp_path / "b", "bfloat16")))
         with pytest.raises(DatabaseError, match="fill another folder"):
-            memoize(copy.deepcopy(bare), database=prepared, fill=tmp_path / "own")
+            memoize(copy.deepcopy(bare), database=prepared, fill=tmp_path / "own", budget=0.01)
 
 
 class TestTrouble:

@@ -67,7 +67,8 @@ def test_a_text_has_one_answer_whatever_is_asked_beside_it(
 ) -> None:
     """Alone, beside others, computed, verified, repeated; while other texts are reused."""
     model = memoize(
-        make().to(dtype), database=":memory:", reuse="rows", gate=False, linear=linear, min_cosine=-1.0, near=0
+        make().to(dtype), database=":memory:", reuse="rows", gate=False, linear=linear, min_cosine=-1.0, near=0,
+        budget=0.01,
     )
     certify(model)
     model.attmemo.guarded.guard.drawn = 0.3
@@ -107,7 +108,7 @@ def test_an_answer_survives_a_restart(tmp_path: Path) -> None:
         for _ in range(3):
             model = memoize(
                 copy.deepcopy(bare), reuse="rows", fill=tmp_path / str(number), gate=False, max_bytes=1 << 24,
-                linear=linear,
+                linear=linear, budget=0.01,
             )  # fmt: skip
             answers.append(field(run(model, BASE)))
             repeated = model.attmemo.stats()["repeated"]
@@ -146,7 +147,7 @@ def test_equal_texts_of_a_batch_stay_equal_however_they_are_answered() -> None:
 def test_a_repeat_beside_others_leaves_them_first_rows_alone(kind: str) -> None:
     """A head that reads first rows gets that of the record as it is; of the others only first rows are computed."""
     bare, stored = head(kind, HEADS[kind]), batch([24, 20, 22], 1)
-    model = memoize(bare, database=":memory:", reuse="rows", gate=False, near=0)
+    model = memoize(bare, database=":memory:", reuse="rows", gate=False, near=0, budget=0.01)
     run(model, stored)
     parts = rows_of(stored, 0, 1), rows_of(changed(stored, 3), 2), batch([24], 9)
     mixed = {name: torch.cat([part[name] for part in parts]) for name in stored}

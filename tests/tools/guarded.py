@@ -67,7 +67,7 @@ def sure(model: Any, factor: float = 300.0) -> Any:
 
 def guarded(model: Any, database: Any = ":memory:", **options: Any) -> Any:
     """A copy that is guarded; always looked up, so that nothing depends on this machine's speed."""
-    found = memoize(copy.deepcopy(model), database=database, reuse="rows", **{"gate": False} | options)
+    found = memoize(copy.deepcopy(model), database=database, reuse="rows", **{"gate": False, "budget": 0.01} | options)
     BEGUN[found.attmemo] = found.attmemo.stats()["guard"]["done"]
     return found
 
