@@ -1,7 +1,7 @@
 """attmemo: attention memoization for transformers on CPU servers with memory to spare.
 
 from attmemo import memoize
-model = memoize(model, threshold=0.95)
+model = memoize(model)                  # exact; with budget=0.01 it reuses what similar inputs have computed
 print(model.attmemo.stats())
 """
 

@@ -73,7 +73,7 @@ def _asked_of_rows(reuse: str, memory: bool, folder: str | None) -> str:
 
 
 def check_together(
-    *, reuse: str, database: object = None, fill: object = True, budget: object = 0.0, linear: str = "exact",
+    *, reuse: str, database: object = None, fill: object = True, budget: object = 0, linear: str = "exact",
     threshold: object = "auto", lookup: object = None, fetch: str = "auto", near: object = None,
     most_moved: object = None,
 ) -> None:  # fmt: skip

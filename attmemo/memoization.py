@@ -54,7 +54,7 @@ def memoize(
     database: str | os.PathLike[str] | Database | None = None,
     *,
     reuse: ReuseName = "auto",
-    budget: float | None = 0.0,
+    budget: float | None = 0,
     confidence: float = 0.95,
     answer: AnswerRule = "auto",
     min_cosine: float = 0.98,
@@ -276,12 +276,12 @@ def _prepare(
     if database is None or database == MEMORY:
         return rows(None, False, folder)
     if database == AUTO:
-        kind = "maps" if reuse == "auto" and guarding is None and budget == 0 else reuse
+        kind = reuse if reuse != "auto" or budget is None else "maps" if guarding is None else "rows"
         try:
             database = find_database(fingerprint(fields), kind)
         except DatabaseNotFoundError:
             own = filling_path(fingerprint(fields))
-            if guarding is None or not is_auto(threshold) or not (fills or is_filling(own)):
+            if guarding is None or not (fills or is_filling(own)):
                 raise
             return _rows_by_themselves(lambda folder: rows(None, False, folder), own, fills)
     elif isinstance(database, str | os.PathLike) and not Path(database).exists():

@@ -1,8 +1,9 @@
 """Embeddings, or classes, of every line of a file, on all nodes of a cluster.
 
-    python examples/ray_encode.py --model MODEL --data year.log --output out --actors 4 --cpus 8 --database s3://bucket/db
+    python examples/ray_encode.py --model MODEL --data year.log --output out --database s3://bucket/db --budget 0.01
 
 The lines keep their order and get a number. Every node copies the database once, see `attmemo.ray.ensure_local`.
+Without --database and --budget every answer is computed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def main() -> None:
     parser.add_argument("--model", required=True, metavar="PATH_OR_NAME")
     parser.add_argument("--data", required=True, metavar="FILE")
     parser.add_argument("--output", required=True, metavar="DIR", help="Parquet files go here")
-    parser.add_argument("--database", metavar="PATH_OR_URI", help="default: each node fills one of its own")
+    parser.add_argument("--database", metavar="PATH_OR_URI", help="auto: each node fills one of its own")
+    parser.add_argument(
+        "--budget", type=float, default=0, metavar="SHARE", help="of the answers that may change; 0: all are computed"
+    )
     parser.add_argument("--actors", type=int, default=2, metavar="N")
     parser.add_argument("--cpus", type=int, default=1, metavar="N", help="cores, and threads, of an actor")
     parser.add_argument("--batch-size", type=int, default=2048, metavar="N")
@@ -44,7 +48,9 @@ def main() -> None:
     start = time.perf_counter()
     table = lines_of(given.data, given.batch_size).map_batches(
         Encoder,
-        fn_constructor_kwargs={"model": given.model, "database": given.database, "dtype": given.dtype},
+        fn_constructor_kwargs={
+            "model": given.model, "database": given.database, "budget": given.budget, "dtype": given.dtype,
+        },
         compute=ray.data.ActorPoolStrategy(size=given.actors),
         batch_size=given.batch_size,
         batch_format="numpy",

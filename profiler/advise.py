@@ -191,19 +191,20 @@ def recommend(result: dict[str, Any]) -> list[str]:
     if guarded["over_packed"] >= PAYS:
         speed = f"{guarded['over_packed']:.1f} times the speed of packed blocks, {guarded['over_stock']:.1f} of stock"
         advice.append(
-            f"Use memoize(model). Expected once it has learned: up to {speed}. Answers decide: where they change, the "
-            "guard serves less. Watch model.attmemo.stats()['guard']['says'] on real traffic."
+            f"Use memoize(model, reuse='rows', budget=0.01). Expected once it has learned: up to {speed}. Answers "
+            "decide: where they change, the guard serves less. Watch model.attmemo.stats()['guard']['says'] on real "
+            "traffic."
         )
     elif result["unguarded"]["over_packed"] >= PAYS:
         advice.append(
             "Much repeats, but each text changes in a way of its own, so the guard verifies for long. A prepared "
-            "database, or more traffic than this sample, may pay: try memoize(model), and look at "
-            "model.attmemo.stats()."
+            "database, or more traffic than this sample, may pay: try memoize(model, reuse='rows', budget=0.01), and "
+            "look at model.attmemo.stats()."
         )
     else:
         advice.append("Do not reuse rows: too little repeats." if not advice else "Reuse of rows adds too little.")
     if guarded["over_packed"] < PAYS and packed >= 1.05:
-        advice.append(f"memoize(model, reuse='none') is exact and gives {packed:.2f} times the speed of stock here.")
+        advice.append(f"memoize(model) is exact and gives {packed:.2f} times the speed of stock here.")
     elif guarded["over_packed"] < PAYS:
         kind = "bfloat16" if result["native_bfloat16"] else "float32"
         advice.append(f"Blocks without padding gain little here either: compare with OpenVINO in {kind}.")

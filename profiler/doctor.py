@@ -1,6 +1,6 @@
 """What this machine has, what attmemo will use of it, and what to change.
 
-`examine` reads, `plan` says what attmemo does by default on such a machine, `advise` what to change; all JSON-able.
+`examine` reads, `plan` says what attmemo does on such a machine, `advise` what to change; all JSON-able.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def examine(root: Path | None = None) -> dict[str, Any]:
 
 
 def plan(facts: Facts) -> dict[str, Any]:
-    """What attmemo uses on such a machine; the kernels are asked on this one."""
+    """What attmemo uses on such a machine; the kernels are asked on this one.
+
+    ``database`` is the folder of ``database="auto"`` with a budget.
+    """
     native = bool(NATIVE & set(facts["features"]))
     asked = facts["settings"].get("OMP_NUM_THREADS", "")
     return {
@@ -121,7 +124,7 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
         seen = "this processor multiplies bfloat16: with AMX, models in bfloat16 took a quarter of float32's time"
         yield seen, "AutoModel.from_pretrained(MODEL, dtype=torch.bfloat16)"
     if not cache["writable"]:
-        seen = f"{cache['path']} cannot be written: records are kept in memory, and lost with the process"
+        seen = f"{cache['path']} cannot be written: records of database='auto' are in memory, lost with the process"
         yield seen, "export ATTMEMO_CACHE=/a/folder/of/yours"
     if cache["filesystem"] in REMOTE:
         seen = f"{cache['path']} is on {cache['filesystem']}: databases need a local disk"
@@ -129,7 +132,7 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
     if planned["max_bytes"] < FEW_BYTES:
         low = "disk" if cache["free"] // 10 < FEW_BYTES else "memory"
         seen = f"new records may take {planned['max_bytes'] >> 20} MiB: there is little free {low}"
-        yield seen, f"memoize(model, max_bytes={FEW_BYTES})   # after freeing {low}"
+        yield seen, f"memoize(model, budget=0.01, max_bytes={FEW_BYTES})   # after freeing {low}"
     if (facts["max_map_count"] or FEW_MAPPINGS + 1) <= FEW_MAPPINGS:
         seen = "a process may have few mappings; only databases of maps, fetched by mapping pages, need more"
         yield seen, "sudo sysctl -w vm.max_map_count=1048576"

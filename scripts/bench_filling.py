@@ -155,7 +155,7 @@ def cost(shared: Path, _: Path) -> dict[str, Any]:
 
 def unguarded(model: Any, **options: Any) -> Any:
     """The handle of a model that is memoized with these options, and whose guard serves whatever is found."""
-    memoize(model, **options)
+    memoize(model, **options, budget=0.01)
     model.attmemo.guard_anew(Unguarded(0.01, 0.95, seed=0))
     return model.attmemo
 

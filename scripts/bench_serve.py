@@ -34,6 +34,7 @@ ROUNDS = 5
 CROWD, PRESSURE = 3000, 3.6  # clients of an overload; they wait for answers too: three times saturation
 PORT = int(os.environ.get("ATTMEMO_BENCH_PORT", "3987"))
 DTYPE = os.environ.get("ATTMEMO_DTYPE", "float32")
+GUARDED = ("--budget", "0.01")
 URL = f"http://127.0.0.1:{PORT}"
 LUA = """
 local lines, n = {}, 0
@@ -155,7 +156,7 @@ def warm(shared: Path, out: Path, folder: Path) -> Any:
     shutil.rmtree(out / "serve-db", ignore_errors=True)
     start = time.monotonic()
     asked = 0
-    with server(*attmemo("--fill", str(out / "serve-db"))):
+    with server(*attmemo(*GUARDED, "--database", str(out / "serve-db"))):
         while asked < 12:
             for at in range(0, len(early), 100):
                 post("/embed", {"inputs": early[at : at + 100]})
@@ -180,7 +181,8 @@ def direct(shared: Path, out: Path, folder: Path, ways: tuple[str, ...] = ("stoc
     _, late = lines_of(shared)
     found: dict[str, Any] = {}
     choices: dict[str, Any] = {
-        "stock": None, "none": {"reuse": "none"}, "rows": {"database": out / "serve-db", "fill": False},
+        "stock": None, "none": {"reuse": "none"},
+        "rows": {"database": out / "serve-db", "budget": 0.01, "fill": False},
     }  # fmt: skip
     for name in ways:
         options = choices[name]
@@ -222,7 +224,7 @@ def turns(shared: Path, out: Path, folder: Path) -> Any:
         return {"library": float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)}
 
     def served() -> dict[str, float]:
-        with server(*attmemo("--database", str(out / "serve-db"), "--fill", "no")):
+        with server(*attmemo(*GUARDED, "--database", str(out / "serve-db"), "--fill", "no")):
             wrk(folder, late, 64, 4)
             single, many = wrk(folder, late, 64, SECONDS), wrk(folder, late, 2, SECONDS, batch=32)
         return {"single": single["lines_per_second"], "batches_of_32": many["lines_per_second"]}
@@ -257,7 +259,7 @@ def asked(shared: Path, folder: Path, *words: str) -> Any:
 
 def rows(shared: Path, out: Path, folder: Path) -> Any:
     """Our server with records."""
-    return asked(shared, folder, *attmemo("--database", str(out / "serve-db"), "--fill", "no"))
+    return asked(shared, folder, *attmemo(*GUARDED, "--database", str(out / "serve-db"), "--fill", "no"))
 
 
 def none(shared: Path, out: Path, folder: Path) -> Any:
@@ -274,7 +276,7 @@ def rates(shared: Path, out: Path, folder: Path) -> Any:
     """Latency at half of saturation, requests arriving by chance; each round has a saturation of its own."""
     _, late = lines_of(shared)
     rounds = list[Any]()
-    with server(*attmemo("--database", str(out / "serve-db"), "--fill", "no")):
+    with server(*attmemo(*GUARDED, "--database", str(out / "serve-db"), "--fill", "no")):
         wrk(folder, late, 8, 3)
         for _ in range(ROUNDS):
             full = wrk(folder, late, 64, SECONDS)["lines_per_second"]
@@ -292,7 +294,7 @@ def overload(shared: Path, out: Path, folder: Path) -> Any:
     import numpy as np
 
     _, late = lines_of(shared)
-    with server(*attmemo("--database", str(out / "serve-db"), "--fill", "no")) as process:
+    with server(*attmemo(*GUARDED, "--database", str(out / "serve-db"), "--fill", "no")) as process:
         wrk(folder, late, 8, 3)
         full = wrk(folder, late, 64, SECONDS)
         exact = np.array(post("/embed", {"inputs": late[:100], "reuse": "off"}))

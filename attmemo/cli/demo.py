@@ -152,7 +152,7 @@ def verdict(found: dict[str, Any]) -> str:
     if then > PAYS:
         return f"Reuse of rows pays on these lines once the guard has learned: {numbers}."
     exact = (
-        f"Packed blocks pay from the first line on, and are exact: memoize(model, reuse='none'), "
+        f"Packed blocks pay from the first line on, and are exact: memoize(model), "
         f"{whole['speed'][PACKED]:.2f}x the stock model. "
     )
     return (

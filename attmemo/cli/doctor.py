@@ -75,7 +75,8 @@ def _planned(planned: dict[str, Any]) -> list[tuple[str, str]]:
         ("linear layers", planned["linear"]),
         ("number type", f"{planned['precision']} is the fastest here; a model keeps the one that it is loaded in"),
         ("threads", f"{planned['threads']} in attmemo's commands; in a program of yours as many as torch has there"),
-        ("database", f"{planned['database']}, at most {size(planned['max_bytes'])} of new records"),
+        ("records", f"none without a budget; with one in memory, at most {size(planned['max_bytes'])}; with "
+                    f"database='auto' in {planned['database']}"),
     ]
 
 

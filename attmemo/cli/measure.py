@@ -38,7 +38,8 @@ def tune(
     Finds the one that serves most from memory while no more answers change than the budget allows. The texts should be
     like those that will be served. A file that was added to the database after the training is judged in the order of
     time: each text with the records of the texts before it. Other texts that are in the database are left out. The
-    choice is stored in the database: `attmemo evaluate` and attmemo.memoize(model) use it as threshold auto.
+    choice is stored in the database: `attmemo evaluate` and attmemo.memoize(model, database=DB) use it as threshold
+    auto.
 
     \b
     attmemo tune DB --data today.log --budget 0.01 --confidence 0.95

@@ -152,9 +152,9 @@ def serve(
 
     The wire format is that of text-embeddings-inference, and of OpenAI for embeddings.
 
-    With --budget 0.01 it reuses what similar texts have computed, and proves that at most 1 % of the answers change.
-    The first page to look at is http://localhost:3000/. SIGTERM answers what
-    is in work and closes the database.
+    Every answer is computed. With --budget 0.01 it reuses what similar texts have computed, and proves that at most
+    1 % of the answers change; of embeddings where --database or --reuse rows asks for it. The first page to look at is
+    http://localhost:3000/. SIGTERM answers what is in work and closes the database.
     """
     given = dict(locals())
     with output(None, quiet=False, interrupted="ended") as out:

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from attmemo.arguments import MEMORY
+from attmemo.arguments import AUTO, MEMORY
 from attmemo.db.pools.filling import is_filling
 from attmemo.errors import ArgumentError
 from attmemo.ray.columns import Batch, Text, choose, make_columns, read_texts
@@ -83,7 +84,7 @@ class Encoder:
 
     def __init__(
         self, model: str, *, text: str | Sequence[str] = "text", outputs: Mapping[str, str] | None = None,
-        database: str | None = None, cache: str | None = None, budget: float | None = 0.0,
+        database: str | None = None, cache: str | None = None, budget: float | None = 0,
         fill: bool | str | None = None, dtype: DtypeName = "float32", pooling: Pooling | None = None, prompt: str = "",
         normalize: bool = True, forward_tokens: int = 4096, threads: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
@@ -99,13 +100,14 @@ class Encoder:
         if threads is not None:
             torch.set_num_threads(threads)
             os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # of the tokenizer, which would take all cores
-        if database is not None and (is_uri(database) or cache is not None) and database != MEMORY:
+        named = database not in (None, MEMORY, AUTO)
+        if database is not None and named and (is_uri(database) or cache is not None):
             database = str(ensure_local(database, cache))
         self._model: ServedModel = load(Settings(model, dtype=dtype, pooling=pooling))
         self._outputs = choose(self._model.task, outputs)
         self._prompt = default_prompt(self._model.prompts, prompt, None)
         self._normalize, self._forward_tokens = normalize, forward_tokens
-        prepared = database is not None and database != MEMORY and not is_filling(database)
+        prepared = database is not None and named and Path(database).exists() and not is_filling(database)
         fill = not prepared if fill is None else fill
         self._model.memoize(database=database, budget=budget, fill=fill, **options)
 

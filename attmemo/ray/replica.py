@@ -86,7 +86,7 @@ class _Folder:
         if is_filling(place):
             raise DatabaseError(
                 f"{place} fills itself: every node has its own. Replicas are made of prepared databases.",
-                "attmemo build-database, or no database at all: each node then fills one in its cache directory",
+                "attmemo build-database, or database='auto' with a budget: each node then fills its own",
             )
 
     def read(self, name: str) -> bytes:

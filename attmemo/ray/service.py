@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from attmemo.arguments import MEMORY
+from attmemo.arguments import AUTO, MEMORY
 from attmemo.errors import AttmemoError
 from attmemo.ray.replica import ensure_local, is_uri
 from attmemo.serve.settings import Settings
@@ -29,7 +29,7 @@ class Replica:
         from attmemo.serve.service import Service
 
         database = settings.database
-        if database is not None and database != MEMORY and (is_uri(database) or cache is not None):
+        if database not in (None, MEMORY, AUTO) and (is_uri(database) or cache is not None):
             settings = replace(settings, database=str(ensure_local(database, cache)))
         self._service = Service(settings).start()
         _started[:] = [self._service]

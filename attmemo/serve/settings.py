@@ -91,7 +91,7 @@ class Settings:
     database: str | None = None
     reuse: ReuseName = "auto"
     linear: LinearName = "exact"
-    budget: float | None = 0.0
+    budget: float | None = 0
     confidence: float = CONFIDENCE
     min_cosine: float = MIN_COSINE
     threshold: float | Sequence[float] | Literal["auto"] = "auto"

@@ -17,15 +17,25 @@ SAYS = re.compile(
 )
 
 
+def blocks(text: str, language: str) -> list[str]:
+    """The blocks of code in this language."""
+    return [found[1] for found in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+
+
 def block(text: str, language: str) -> str:
-    """The first block of code in this language."""
-    found = re.search(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+    """The first block of code in this language, of those behind the words "Six lines"."""
+    return blocks(text[text.index("Six lines:") :], language)[0]
 
 
-def test_the_first_python_has_six_lines() -> None:
-    assert len([line for line in block(README.read_text(), "python").splitlines() if line]) == 6
+def test_the_page_shows_the_exact_call_first_and_the_budget_second() -> None:
+    first, second, *_ = blocks(README.read_text(encoding="utf-8"), "python")
+    assert "model = memoize(model) " in first
+    assert "budget" not in first
+    assert second == "model = memoize(model, budget=0.01)\n"
+
+
+def test_the_six_lines_are_six() -> None:
+    assert len([line for line in block(README.read_text(encoding="utf-8"), "python").splitlines() if line]) == 6
 
 
 def test_what_the_page_shows_of_the_six_lines_was_printed() -> None:

@@ -407,14 +407,14 @@ class TestRefused:
         self, head: str, given: dict[str, Any], tmp_path: Path
     ) -> None:
         model = HEADS[head]()
-        for place in ({}, {"database": ":memory:"}, {"fill": tmp_path / "own"}):
+        for place in ({}, {"database": ":memory:"}, {"fill": tmp_path / "own"}, {"database": tmp_path / "new"}):
             with pytest.raises(AnswerError) as caught:
-                memoize(model, **place, **given)
+                memoize(model, **place, **given, budget=0.01)
             assert caught.value.hint
         assert is_bare(model)
         assert not list(tmp_path.iterdir())
 
-    @pytest.mark.parametrize("place", ["nowhere", "memory", "new folder", "folder", "prepared"])
+    @pytest.mark.parametrize("place", ["nowhere", "memory", "new folder", "new database", "folder", "prepared"])
     @pytest.mark.parametrize("head", HEADS)
     def test_a_head_that_cannot_be_read_runs_packed_where_rows_are_not_asked_for_by_name(
         self, head: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -427,11 +427,11 @@ class TestRefused:
             rows_database(bare.base_model, [BASE], own)
         given: dict[str, Any] = {
             "nowhere": {}, "memory": {"database": ":memory:"}, "new folder": {"fill": own},
-            "folder": {"database": own}, "prepared": {"database": own},
+            "new database": {"database": own}, "folder": {"database": own}, "prepared": {"database": own},
         }[place]  # fmt: skip
         before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
         caplog.clear()
-        model = memoize(copy.deepcopy(bare), **given)
+        model = memoize(copy.deepcopy(bare), **given, budget=0.01)
         (told,) = [record.getMessage() for record in caplog.records]
         assert "rows are not reused, the model's blocks run without padding: " in told
         assert HEADS_SAID[head] in told
@@ -469,14 +469,14 @@ class TestRefused:
     def test_a_wrong_number_is_refused_by_name(self, classifier: Case, name: str, value: Any) -> None:
         model = copy.deepcopy(classifier.bare)
         with pytest.raises(ValueError, match=name):
-            memoize(model, database=":memory:", **{name: value}, budget=0.01)
+            memoize(model, database=":memory:", **{"budget": 0.01} | {name: value})
         assert is_bare(model)
 
     def test_memory_keeps_guarded_rows_alone(self, classifier: Case) -> None:
         model = copy.deepcopy(classifier.bare)
         for options, told in (({"reuse": "maps"}, "maps"), ({"budget": None}, "budget"), ({"reuse": "none"}, "none")):
             with pytest.raises(ValueError, match=told):
-                memoize(model, database=":memory:", **options, budget=0.01)  # type: ignore[arg-type]
+                memoize(model, database=":memory:", **{"budget": 0.01} | options)  # type: ignore[arg-type]
         assert is_bare(model)
 
 

@@ -52,17 +52,20 @@ class TestOneArgument:
             ({"fill": None}, "fill is None", "leave out fill"),
             ({"tokenizer": "bert"}, "tokenizer is 'bert', of type str", "AutoTokenizer.from_pretrained('bert')"),
             ({"tokenizer": object()}, "of type object; expected a tokenizer", "AutoTokenizer.from_pretrained"),
-            ({"tokenizer": "bert", "budget": None}, "tokenizer is 'bert'", "AutoTokenizer.from_pretrained('bert')"),
+            ({"tokenizer": "bert", "budget": None, "database": "d"}, "tokenizer is 'bert'", "from_pretrained('bert')"),
             ({"max_bytes": "4 gallons"}, "max_bytes: '4 gallons' is not a size", "8GiB"),
             ({"max_bytes": "0"}, "max_bytes: '0' is no bytes at all", "8GiB"),
             ({"max_bytes": -1}, "max_bytes must be a whole number of bytes", "8GiB"),
-            ({"budget": 1.5}, "budget must be a number between 0 and 1; got 1.5", "budget=0.01"),
-            ({"confidence": None}, "confidence must be a number between 0 and 1", "confidence=0.95"),
+            ({"budget": 1.5}, "budget must be a number from 0 on and below 1; got 1.5", "budget=0.01"),
+            ({"budget": -0.1}, "budget must be a number from 0 on and below 1; got -0.1", "budget=0.01"),
+            ({"budget": True}, "budget must be a number from 0 on and below 1; got True", "budget=0.01"),
+            ({"budget": "1%"}, "budget must be a number from 0 on and below 1; got '1%'", "budget=0.01"),
+            ({"confidence": None, "budget": 0.01}, "confidence must be a number between 0 and 1", "confidence=0.95"),
             ({"min_cosine": 2}, r"min_cosine must be a number in \[-1, 1\]", "min_cosine=0.98"),
             ({"answer": "best"}, "answer must be one of auto, class, mean, cls, or a function", "a function"),
             ({"near": "1"}, "near must be a whole number of tokens", "near=1"),
             ({"most_moved": -1}, "most_moved must be a whole number of tokens", "most_moved=1"),
-            ({"threshold": "high", "reuse": "rows"}, "a threshold is one share of tokens", "threshold=0.5"),
+            ({"threshold": "high", "reuse": "rows", "budget": 0.1}, "a threshold is one share of", "threshold=0.5"),
             ({"reuse": "columns"}, "reuse must be one of auto, maps, rows, none; got 'columns'", "leave out reuse"),
             ({"linear": "int4"}, "linear must be one of exact, int8", "leave out linear"),
         ],
@@ -106,7 +109,7 @@ class TestOneArgument:
         refused(ArgumentError, "maps must share", lambda: similarity_score(torch.ones(2, 3, 3), torch.ones(2, 4, 4)))
 
 
-MEMORY = {"database": ":memory:"}
+MEMORY: dict[str, Any] = {"database": ":memory:", "budget": 0.01}
 
 
 class TestTogether:
@@ -122,6 +125,13 @@ class TestTogether:
             (MEMORY | {"fill": False}, "database=':memory:' begins with nothing, and fill=False keeps nothing"),
             (MEMORY | {"budget": None}, "budget=None is without a guard"),
             ({"fill": "own", "budget": None}, "budget=None is without a guard"),
+            ({"budget": None}, "budget=None reuses records of a prepared database, and there is none"),
+            ({"reuse": "rows"}, "reuse='rows' reuses rows of similar inputs, which can change answers; budget=0"),
+            ({"database": ":memory:"}, "database=':memory:' reuses rows of similar inputs, which can change answers"),
+            ({"fill": "own"}, "fill='own' reuses rows of similar inputs, which can change answers; budget=0 allows"),
+            ({"fill": False, "budget": 0.01}, "reuse with nothing to read: fill=False keeps nothing"),
+            ({"reuse": "rows", "fill": False, "budget": 0.01}, "reuse with nothing to read: fill=False keeps nothing"),
+            ({"reuse": "maps", "budget": 0.01}, "a budget guards reuse of rows; maps have a threshold"),
             ({"fill": ":memory:"}, "fill=':memory:' is no directory"),
             ({"fill": "own", "reuse": "maps"}, "fill='own': a folder is filled with rows; reuse='maps' keeps none"),
             ({"fill": "own", "reuse": "none"}, "fill='own': a folder is filled with rows; reuse='none' keeps none"),
@@ -143,7 +153,7 @@ class TestTogether:
             ({"reuse": "none", "threshold": torch.full([3], 0.5)}, "reuse='none' takes no threshold"),
             ({"reuse": "none", "near": 2}, "near and most_moved are settings of rows; reuse='none' has none"),
             ({"reuse": "maps", "most_moved": 3}, "near and most_moved are settings of rows; reuse='maps' has none"),
-            ({"reuse": "rows", "lookup": "layer"}, "lookup='layer' and fetch are settings of maps; reuse='rows'"),
+            (MEMORY | {"reuse": "rows", "lookup": "layer"}, "lookup='layer' and fetch are settings of maps; reuse='"),
             (MEMORY | {"fetch": "copy"}, "lookup='layer' and fetch are settings of maps; reuse='rows'"),
         ],
     )  # fmt: skip
@@ -153,10 +163,13 @@ class TestTogether:
         refused(ArgumentError, said, lambda: memoize(model, **given))
         assert is_bare(model)
 
-    @pytest.mark.parametrize("reuse", ["auto", "maps", "rows", "none"])
-    def test_defaults_go_together(self, reuse: str) -> None:
-        check_together(reuse=reuse)
-        Settings("a model", reuse=reuse)  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        ("reuse", "budget"),
+        [("auto", 0), ("auto", 0.01), ("maps", 0), ("rows", 0.01), ("rows", None), ("none", 0), ("none", 0.01)],
+    )
+    def test_defaults_go_together(self, reuse: str, budget: float | None) -> None:
+        check_together(reuse=reuse, budget=budget)
+        Settings("a model", reuse=reuse, budget=budget)  # type: ignore[arg-type]
 
 
 class TestSizes:
@@ -187,7 +200,7 @@ class TestHints:
     def test_a_database_that_does_not_exist_says_how_to_begin_one(self, model: Any, tmp_path: Path) -> None:
         new = tmp_path / "new"
         hint = refused(DatabaseNotFoundError, "new does not exist", lambda: memoize(model, database=new))
-        assert f"fill='{new}' (attmemo serve: --fill {new}) begins one there" in hint
+        assert "budget=0.01 (attmemo serve: --budget 0.01) begins one there" in hint
         maps = refused(DatabaseNotFoundError, "new does not exist", lambda: memoize(model, database=new, reuse="maps"))
         assert maps.startswith(f"attmemo build-database --output {new}")
         assert not new.exists()
@@ -220,7 +233,11 @@ def test_nothing_is_left_in_the_working_directory(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for given in ({"database": ""}, {"fill": ""}, {"fill": "own", "budget": None}, {"fill": "own", "tokenizer": "x"}):
+    refusals: tuple[dict[str, Any], ...] = (
+        {"database": ""}, {"fill": ""}, {"fill": "own", "budget": None}, {"fill": "own"},
+        {"fill": "own", "budget": 0.01, "tokenizer": "x"}, {"database": "own", "budget": 0.01, "tokenizer": "x"},
+    )  # fmt: skip
+    for given in refusals:
         with pytest.raises(ArgumentError):
             memoize(model, **given)
     assert not os.listdir(tmp_path)

@@ -45,6 +45,8 @@ def test_the_compose_file_is_whole() -> None:
         assert "database:/data" in worker["volumes"]
         assert worker["command"][:2] == ["--host", "0.0.0.0"]
         assert "API_KEY" in worker["environment"]
+        assert "ATTMEMO_BUDGET" in worker["environment"]
+        assert worker["environment"]["ATTMEMO_DATABASE"].startswith("/data/")
     assert len({worker["ports"][0] for worker in workers}) == 2
     assert all(port.startswith("127.0.0.1:") for worker in workers for port in worker["ports"])
     targets = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"][0]
@@ -63,6 +65,8 @@ def test_the_dockerfile_is_whole() -> None:
     assert {line.split()[0] for line in lines} <= known | {"ENTRYPOINT", "CMD"}
     entry = 'ENTRYPOINT ["attmemo", "serve", "--host", "0.0.0.0"]'
     assert entry in lines, "on the loopback of the container no published port would lead to it"
+    assert lines[-1] == 'CMD ["/model", "--budget", "0.01", "--database", "auto"]'
+    assert "ATTMEMO_CACHE=/data " in text, "else no record would lie in the volume"
     assert lines.index("USER attmemo") < lines.index(entry), "root runs nothing"
     (extras,) = re.findall(r"'\.\[([\w,]+)\]'", text)
     project = (DEPLOY.parent / "pyproject.toml").read_text()
@@ -79,3 +83,7 @@ def test_options_of_the_unit_exist() -> None:
     known = {name for option in ROOT.commands["serve"].params for name in option.opts}
     assert {word for word in command.split() if word.startswith("--")} <= known
     assert "--host 0.0.0.0" in command
+    words = " ".join(re.findall(r"^Environment=(.*)$", text, re.MULTILINE)).split()
+    named = dict(word.split("=", 1) for word in words)
+    assert {name for name in named if name.startswith("ATTMEMO_")} <= ENVIRONMENT
+    assert (named["ATTMEMO_BUDGET"], named["ATTMEMO_DATABASE"]) == ("0.01", "auto")

@@ -39,7 +39,7 @@ with torch.inference_mode():
     packed = model(input_ids=ids, attention_mask=mask).last_hidden_state
     assert model.attmemo.stats()["sequences"] == 4
     torch.testing.assert_close(packed[mask.bool()], stock[mask.bool()], atol=1e-5, rtol=1e-4)
-    attmemo.memoize(model, database=":memory:", reuse="rows", tokenizer=None, answer="mean")
+    attmemo.memoize(model, database=":memory:", budget=0.01, reuse="rows", tokenizer=None, answer="mean")
     for _ in range(3):
         served = model(input_ids=ids, attention_mask=mask).last_hidden_state
         model.attmemo.flush()

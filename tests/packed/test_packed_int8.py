@@ -117,7 +117,7 @@ def ask(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 class TestRecords:
     def test_rows_of_int8_layers_serve_int8_layers(self, bare: Any) -> None:
-        model = int8(bare, database=":memory:", gate=False)
+        model = int8(bare, database=":memory:", gate=False, budget=0.01)
         assert model.attmemo.reuse == "rows"
         inputs = batch(LENGTHS)
         first = ask(model, inputs)
@@ -137,7 +137,7 @@ class TestRecords:
                 with pytest.raises(StaleDatabaseError, match="with int8 linear layers") as error:
                     memoize(copy.deepcopy(bare), linear=other, max_bytes=1 << 24, **asked, budget=0.01)
                 assert f"linear={own!r}" in str(error.value)
-            again = memoize(copy.deepcopy(bare), linear=own, database=folder, gate=False)
+            again = memoize(copy.deepcopy(bare), linear=own, database=folder, gate=False, budget=0.01)
             ask(again, inputs)
             assert again.attmemo.stats()["repeated"] == len(LENGTHS)
             unmemoize(again)
@@ -145,13 +145,13 @@ class TestRecords:
     def test_a_prepared_database_is_refused(self, bare: Any, tmp_path: Path) -> None:
         path = rows_database(bare, [batch(LENGTHS)], tmp_path / "db")
         with pytest.raises(StaleDatabaseError, match="with int8 linear layers"):
-            int8(bare, database=path)
+            int8(bare, database=path, budget=0.01)
 
     def test_each_arithmetic_has_a_folder_of_its_own_in_the_cache_directory(self, bare: Any) -> None:
         paths = {filling_path(fingerprint(model_fields(bare, linear))) for linear in ("exact", "int8")}
         assert len(paths) == 2
         assert model_fields(bare, "exact") == model_fields(bare)
-        model = int8(bare, gate=False, max_bytes=1 << 24)
+        model = int8(bare, database="auto", gate=False, max_bytes=1 << 24, budget=0.01)
         assert Path(model.attmemo.stats()["folder"]) == filling_path(fingerprint(model_fields(bare, "int8")))
         unmemoize(model)
 
@@ -173,7 +173,7 @@ class TestRefusals:
     def test_families_without_blocks_are_refused_by_name(self, name: str, reuse: str) -> None:
         model = FAMILIES[name].make()
         with pytest.raises(UnsupportedModelError, match=r"cannot run the blocks of \w+"):
-            memoize(model, reuse=reuse, linear="int8")
+            memoize(model, reuse=reuse, linear="int8", budget=0.01)
         assert "attmemo" not in model.__dict__
 
     def test_maps_and_unknown_words_are_refused(self, bare: Any) -> None:

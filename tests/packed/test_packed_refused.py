@@ -123,18 +123,25 @@ def test_blocks_in_one_call_that_fail_cost_time_and_never_a_request(
     assert ran_packed(model)
 
 
-@pytest.mark.parametrize("asked", [{"budget": None}, {"fill": False}])
-def test_without_a_database_that_may_fill_itself_the_blocks_are_packed_and_a_line_says_so(
+@pytest.mark.parametrize("asked", [{}, {"budget": 0}, {"fill": False}])
+def test_without_a_budget_the_blocks_are_packed_and_nothing_is_written_or_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
     model = memoize(FAMILIES["BERT"].make(), **asked)
     assert model.attmemo.reuse == "none"
-    assert "nothing is reused" in caplog.text
+    assert not caplog.text
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("asked", [{"reuse": "rows", "fill": False}, {"reuse": "maps"}, {"threshold": 0.9}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"reuse": "maps"}, {"threshold": 0.9}, {"database": "auto"}, {"reuse": "rows", "budget": None},
+        {"database": "auto", "budget": None}, {"database": "auto", "budget": 0.01, "fill": False},
+        {"database": "auto", "reuse": "rows", "budget": 0.01, "fill": False},
+    ],
+)  # fmt: skip
 def test_a_database_that_was_asked_for_and_is_missing_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
@@ -239,20 +246,25 @@ def test_a_relative_of_a_family_is_refused_with_the_form_that_is_unknown(name: s
         memoize(model, reuse="none")
 
 
-def test_a_model_that_cannot_be_packed_is_told_that_the_database_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("asked", [{}, {"budget": 0.01}, {"budget": 0.01, "database": "auto"}])
+def test_a_model_that_cannot_be_packed_is_told_so_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
-    with pytest.raises(DatabaseNotFoundError):
-        memoize(FAMILIES["BERT"].make().to(torch.float16))
-    assert "nothing is reused" not in caplog.text
+    model = FAMILIES["BERT"].make().to(torch.float16)
+    with pytest.raises(UnsupportedModelError, match="cannot run the blocks of"):
+        memoize(model, **asked)
+    assert "attmemo" not in model.__dict__
+    assert not caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     "asked",
     [
         {"reuse": "none", "database": "somewhere"}, {"reuse": "none", "threshold": 0.5}, {"reuse": "none", "near": 2},
-        {"reuse": "maps", "most_moved": 3}, {"reuse": "rows", "lookup": "layer"}, {"reuse": "rows", "fetch": "copy"},
+        {"reuse": "maps", "most_moved": 3}, {"reuse": "rows", "lookup": "layer", "budget": 0.01},
+        {"reuse": "rows", "fetch": "copy", "budget": 0.01},
         {"near": 1.5}, {"near": "1"}, {"most_moved": 10**30}, {"near": True},
     ],
 )  # fmt: skip

@@ -151,13 +151,13 @@ class TestRecommendation:
 
     def test_reuse_where_it_pays(self) -> None:
         (advice,) = recommend(self.result(2.0, 2.5))
-        assert "Use memoize(model)" in advice
+        assert "Use memoize(model, reuse='rows', budget=0.01)" in advice
         assert "2.0 times the speed of packed blocks, 2.8 of stock" in advice
 
     def test_packed_blocks_where_nothing_repeats(self) -> None:
         no, packed = recommend(self.result(1.0, 1.0))
         assert "Do not reuse rows" in no
-        assert "reuse='none') is exact and gives 1.40 times" in packed
+        assert "memoize(model) is exact and gives 1.40 times" in packed
 
     def test_openvino_where_packed_blocks_gain_nothing_either(self) -> None:
         assert "OpenVINO in bfloat16" in recommend(self.result(1.0, 1.0, packed=0.9))[-1]

@@ -133,7 +133,7 @@ class TestAdvice:
             ({"huge_pages.files": "never"}, "no huge pages",
              "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled"),
             ({"plan.max_bytes": 1 << 20}, "1 MiB: there is little free memory",
-             f"memoize(model, max_bytes={doctor.FEW_BYTES})   # after freeing memory"),
+             f"memoize(model, budget=0.01, max_bytes={doctor.FEW_BYTES})   # after freeing memory"),
             ({"plan.precision": "bfloat16"}, "multiplies bfloat16",
              "AutoModel.from_pretrained(MODEL, dtype=torch.bfloat16)"),
         ],

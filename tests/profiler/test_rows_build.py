@@ -315,7 +315,7 @@ def test_memoize_serves_the_rows_that_were_built(tiny_bert: str, log: Path) -> N
     model: Any = loaded.model
     with torch.inference_mode():
         exact = model(**inputs).logits
-        memoize(model)
+        memoize(model, database="auto", budget=0.01)
         given = model(**inputs).logits
     stats = model.attmemo.stats()
     assert stats["reuse"] == "rows"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from services import tiny
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from attmemo.errors import ArgumentError, DataError, UnsupportedModelError
+from attmemo.errors import ArgumentError, DatabaseNotFoundError, DataError, UnsupportedModelError
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.models import load_model
 from attmemo.ray import Encoder
@@ -166,11 +166,41 @@ def test_a_prepared_database_serves_and_is_not_written(classifier: str, tmp_path
     assert written(tmp_path / "db") == before
 
 
-def test_a_node_without_a_database_fills_one_of_its_own(classifier: str, tmp_path: Path) -> None:
-    encoder = Encoder(classifier, outputs={"rows": "rows", "tokens": "tokens"})
+def test_a_node_fills_a_database_of_its_own_in_its_cache_directory(classifier: str, tmp_path: Path) -> None:
+    encoder = Encoder(
+        classifier, outputs={"rows": "rows", "tokens": "tokens"}, database="auto", budget=0.01,
+        cache=str(tmp_path / "replicas"),
+    )  # fmt: skip
     encoder(batch(texts(10)))
     encoder.close()
     assert list((tmp_path / "cache").rglob("FILLING.json"))
+    assert not (tmp_path / "replicas").exists()
+
+
+def test_a_database_that_does_not_exist_is_begun_and_fills_itself(classifier: str, tmp_path: Path) -> None:
+    place = tmp_path / "new"
+    with pytest.raises(DatabaseNotFoundError, match="new does not exist"):
+        Encoder(classifier, database=str(place))
+    for records in (0, 10):
+        encoder = Encoder(classifier, database=str(place), budget=0.01)
+        assert encoder.stats["records"] == records
+        encoder(batch(texts(10)))
+        encoder.close()
+    assert (place / "FILLING.json").exists()
+
+
+def test_without_a_budget_every_row_is_computed_and_nothing_is_written(
+    classifier: str, exact: Encoder, tmp_path: Path
+) -> None:
+    lines = texts(10)
+    encoder = Encoder(classifier, forward_tokens=64)
+    for _ in range(2):
+        found, expected = encoder(batch(lines)), exact(batch(lines))
+        assert found["class"].tolist() == expected["class"].tolist()
+        assert np.array_equal(found["score"], expected["score"])
+    assert encoder.stats["rows_computed"] == encoder.stats["tokens"]
+    encoder.close()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_bfloat16_gives_float32_columns(embedder: str) -> None:

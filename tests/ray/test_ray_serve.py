@@ -35,7 +35,7 @@ def test_a_deployment_answers_as_the_service_does(tmp_path: Path) -> None:
     model, log = tiny(tmp_path / "model", None), tmp_path / "before.log"
     log.write_text("\n".join(f"alpha {n} beta {n} gamma" for n in range(20)) + "\n")
     build_database(load_model(model), [log], tmp_path / "db", BuildOptions(storage="float32", reuse="rows"))
-    settings = Settings(model, database=f"file://{tmp_path / 'db'}", fill=False, row_headers=True)
+    settings = Settings(model, database=f"file://{tmp_path / 'db'}", fill=False, row_headers=True, budget=0.01)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""`memoize(model)`: a database that fills itself. What was computed serves the next request, and the next process."""
+"""A database that fills itself: what was computed serves the next request, and the next process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INPUTS = batch(LENGTHS, 3)
 
 def filled(model: Any, folder: Any = True, **options: Any) -> Any:
     """A copy that fills a folder; always looked up, so that nothing depends on this machine's speed."""
-    settings = {"reuse": "rows", "gate": False, "fill": folder, "max_bytes": 1 << 24} | options
+    settings = {"reuse": "rows", "gate": False, "fill": folder, "max_bytes": 1 << 24, "budget": 0.01} | options
     return memoize(copy.deepcopy(model), **settings)
 
 
@@ -71,10 +71,10 @@ def _bare(request: pytest.FixtureRequest) -> Any:
 
 
 class TestByItself:
-    def test_a_model_alone_fills_a_database_in_the_cache_directory(
+    def test_auto_fills_a_database_in_the_cache_directory(
         self, bare: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        model = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24, budget=0.01)
+        model = memoize(copy.deepcopy(bare), database="auto", gate=False, max_bytes=1 << 24, budget=0.01)
         assert model.attmemo.reuse == "rows"
         own = filling_path(fingerprint(model_fields(bare)))
         assert own.parent == cache_directory()
@@ -88,7 +88,7 @@ class TestByItself:
         assert served(model) == len(LENGTHS)
         unmemoize(model)
         caplog.clear()
-        again = memoize(copy.deepcopy(bare), gate=False)
+        again = memoize(copy.deepcopy(bare), database="auto", gate=False, budget=0.01)
         assert "keeps tokens" not in caplog.text, "told once"
         assert apart(ask(again), expected) <= NEAR
         assert served(again) == len(LENGTHS), "from its first request on"
@@ -109,15 +109,15 @@ class TestByItself:
         self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
-        model = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24, budget=0.01)
+        model = memoize(copy.deepcopy(bare), database="auto", gate=False, max_bytes=1 << 24, budget=0.01)
         ask(model)
         folder = Path(model.attmemo.stats()["folder"])
         unmemoize(model)
         (folder / "FILLING.json").write_text("{}")
         with pytest.raises(DatabaseError):
-            memoize(copy.deepcopy(bare), fill=False, budget=0.01)
+            memoize(copy.deepcopy(bare), database="auto", fill=False, budget=0.01)
         assert not list(folder.rglob("set-aside")), "nothing was changed"
-        again = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24, budget=0.01)
+        again = memoize(copy.deepcopy(bare), database="auto", gate=False, max_bytes=1 << 24, budget=0.01)
         ask(again)
         assert caplog.text.count("set aside") == 1
         assert again.attmemo.stats()["folder"] == str(folder)
@@ -134,7 +134,7 @@ class TestByItself:
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
         config = hf.BertConfig(**sizes, vocab_size=120)
         torch.manual_seed(0)
-        model = memoize(hf.BertForTokenClassification(config).eval())
+        model = memoize(hf.BertForTokenClassification(config).eval(), budget=0.01)
         assert model.attmemo.reuse == "none"
         assert "logits (2, 11, 2) are no classes of sequences" in caplog.text
 
@@ -143,7 +143,7 @@ class TestByItself:
     ) -> None:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path / "file"))
-        model = memoize(copy.deepcopy(bare), gate=False)
+        model = memoize(copy.deepcopy(bare), database="auto", gate=False, budget=0.01)
         assert caplog.text.count("kept in memory only") == 1
         expected = ask(model)
         assert apart(ask(model), expected) <= NEAR

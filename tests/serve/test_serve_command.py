@@ -42,7 +42,8 @@ def test_sigterm_answers_what_is_in_work_and_closes_the_database(model: str, tmp
     database = tmp_path / "db"
     texts = [f"{WORDS[n % 12]} {n % 100} {WORDS[n // 12 % 12]} {n // 100 % 100} {n % 7}" for n in range(1000)]
     with spawned(
-        model, tmp_path, "--fill", str(database), "--drain-seconds", "0.5", "--max-concurrent-requests", "9999"
+        model, tmp_path, "--database", str(database), "--budget", "0.01", "--drain-seconds", "0.5",
+        "--max-concurrent-requests", "9999",
     ) as server:  # fmt: skip
         done: list[Any] = []
         threads = [
@@ -68,8 +69,8 @@ def test_sigterm_answers_what_is_in_work_and_closes_the_database(model: str, tmp
 
 def test_no_text_of_a_request_is_in_logs_metrics_or_the_page(model: str, tmp_path: Path) -> None:
     with spawned(
-        model, tmp_path, "--database", ":memory:", "--json-output", "--log-level", "debug", "--drain-seconds", "0",
-        API_KEY="key-of-mine",
+        model, tmp_path, "--database", ":memory:", "--budget", "0.01", "--json-output", "--log-level", "debug",
+        "--drain-seconds", "0", API_KEY="key-of-mine",
     ) as server:  # fmt: skip
         key = {"authorization": "Bearer key-of-mine"}
         bodies: list[Any] = [{"inputs": SECRET}, {"inputs": [SECRET, 3]}, f'{{"inputs": {SECRET}'.encode()]
@@ -196,22 +197,26 @@ def test_options_are_read_from_the_environment(model: str, tmp_path: Path) -> No
         (["MODEL", "--dtype", "int8"], 2, "int8"),
         (["MODEL", "--host", "203.0.113.7"], 1, "cannot listen"),
         (["MODEL", "--default-prompt", "a", "--default-prompt-name", "b"], 2, "both"),
-        (["MODEL", "--default-prompt-name", "b", "--database", ":memory:"], 1, "no prompt"),
+        (["MODEL", "--default-prompt-name", "b", "--database", ":memory:", "--budget", "0.01"], 1, "no prompt"),
         (["MODEL", "--reuse", "none", "--threshold", "0.5"], 2, "takes no threshold"),
         (["MODEL", "--reuse", "none", "--near", "2"], 2, "near and most_moved are settings of rows"),
         (["MODEL", "--reuse", "maps", "--near", "2"], 2, "near and most_moved are settings of rows"),
         (["MODEL", "--reuse", "none", "--confidence", "0.99"], 2, "not guarded: reuse is none"),
-        (["MODEL", "--budget", "none", "--min-cosine", "0.9"], 2, "not guarded: there is no budget"),
+        (["MODEL", "--budget", "none", "--min-cosine", "0.9"], 2, "not guarded: budget is None"),
+        (["MODEL", "--confidence", "0.99"], 2, "not guarded: budget is 0"),
         (["MODEL", "--near", "-1"], 2, "--near"),
         (["MODEL", "--threshold", "2"], 2, "threshold is a similarity"),
         (["MODEL", "--confidence", "1"], 2, "share"),
         (["MODEL", "--min-cosine", "2"], 2, "cosine"),
-        (["CLASSIFIER", "--min-cosine", "0.9"], 2, "answers are no embeddings"),
+        (["CLASSIFIER", "--budget", "0.01", "--min-cosine", "0.9"], 2, "answers are no embeddings"),
         (["MODEL", "--reuse", "none", "--database", ":memory:"], 2, "reuse='none' serves none"),
         (["MODEL", "--fill", "x", "--database", ":memory:"], 2, "two places for new records"),
         (["MODEL", "--database", ""], 2, "database is an empty text"),
         (["MODEL", "--fill", ""], 2, "fill is an empty text"),
-        (["MODEL", "--database", "/nowhere/new"], 1, "--fill /nowhere/new"),
+        (["MODEL", "--database", "/nowhere/new"], 1, "attmemo serve: --budget 0.01"),
+        (["MODEL", "--database", ":memory:"], 2, "budget=0 allows no change"),
+        (["MODEL", "--reuse", "rows"], 2, "budget=0 allows no change"),
+        (["MODEL", "--budget", "none"], 2, "records of a prepared database, and there is none"),
         (["MODEL", "--max-batch-tokens", "0"], 2, "--max-batch-tokens"),
         ([], 2, "MODEL"),
     ],

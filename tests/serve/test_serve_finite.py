@@ -142,7 +142,7 @@ def test_a_service_of_weights_that_are_not_finite_does_not_start(
 ) -> None:
     model = poisoned(tmp_path, classes, end, value)
     with pytest.raises(AdapterCheckError, match=rf"weight \S*{end} is not finite"):
-        Service(Settings(model, database=":memory:")).start()
+        Service(Settings(model, database=":memory:", budget=0.01)).start()
 
 
 def test_a_service_starts_with_a_bad_weight_that_most_texts_do_not_reach_and_names_it(
@@ -156,11 +156,13 @@ def test_a_service_starts_with_a_bad_weight_that_most_texts_do_not_reach_and_nam
 def test_a_model_that_overflows_with_finite_weights_is_not_served(tmp_path: Path) -> None:
     model = poisoned(tmp_path, 3, "classifier.weight", 3e38)
     with pytest.raises(UnsupportedModelError, match="answer that is not finite"):
-        Service(Settings(model, database=":memory:")).start()
+        Service(Settings(model, database=":memory:", budget=0.01)).start()
 
 
 @pytest.mark.parametrize(
-    "options", [{"reuse": "none"}, {"reuse": "rows", "database": ":memory:"}, {}], ids=["none", "rows", "auto"]
+    "options",
+    [{"reuse": "none"}, {"reuse": "rows", "database": ":memory:", "budget": 0.01}, {}, {"budget": 0.01}],
+    ids=["none", "rows", "auto", "budget"],
 )
 def test_memoize_names_the_weight_that_is_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -107,7 +107,7 @@ def ask(url: str, body: Any, **headers: str) -> Reply:
 @contextmanager
 def living(model: str, **settings: Any) -> Iterator[Live]:
     """A server in a thread of this process."""
-    service = Service(Settings(model, **{"database": ":memory:", **settings})).start()
+    service = Service(Settings(model, **{"database": ":memory:", "budget": 0.01, **settings})).start()
     place = listen("127.0.0.1", 0)
     server = make_server(service)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
