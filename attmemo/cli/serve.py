@@ -54,7 +54,7 @@ def serve(
     database: Annotated[str | None, _named(
         "ATTMEMO_DATABASE",
         "Database directory; with a budget one is begun there that fills itself. :memory: keeps records in memory, "
-        "auto: in the cache directory.  [default: with a budget :memory:, else none]",
+        "auto: in the cache directory.  [default: with a budget memory, else none]",
         metavar="DIR", show_default=False,
     )] = None,
     reuse: Annotated[Literal["auto", "rows", "maps", "none"], _named(

@@ -155,7 +155,7 @@ def prepare_rows(
         check_answers(whole, guarding.answers, adapter, encoder)
         if guarding.answers.are_vectors and not vectors:
             what = f"{type(outer).__name__} gives vectors, and rows of similar inputs pull vectors towards each other."
-            hint = "answer='mean' or 'cls' reuses rows all the same, where neighbours need not be kept"
+            hint = "reuse='rows' or answer='mean' reuses rows all the same, where neighbours need not be kept"
             raise AnswerError(what, hint)
     with ExitStack() as undo:
         prepared = None if opened is None else DatabaseRows(opened)

@@ -164,7 +164,7 @@ class TestAttaching:
         with torch.no_grad():
             other.encoder.layer[2].output.dense.weight[3, 4] += 0.1
         with pytest.raises(StaleDatabaseError, match="weights"):
-            memoize(other, 0.5, case.path, reuse="rows")
+            memoize(other, 0.5, case.path, reuse="rows", budget=0.01)
 
     @pytest.mark.parametrize("name", REFUSED)
     def test_a_family_without_blocks_is_refused_by_name(self, name: str, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ class TestAttaching:
         inputs = [batch([9], seed) for seed in range(3)]
         path = build_from_inputs(model, iter(inputs), tmp_path / "db", held_out=0.0)
         with pytest.raises(UnsupportedModelError, match="reuse='rows' cannot run the blocks of "):
-            memoize(model, 0.5, path, reuse="rows")
+            memoize(model, 0.5, path, reuse="rows", budget=0.01)
 
     def test_a_model_without_some_of_its_heads_is_refused_by_name_and_packed_without_records(self) -> None:
         """Heads were taken out of all layers, equally many: K and V are narrower than the hidden states."""
@@ -191,7 +191,7 @@ class TestAttaching:
         with torch.inference_mode():
             wanted = model(**inputs).last_hidden_state
             with pytest.raises(UnsupportedModelError, match=f"has {width} and {size}"):
-                memoize(model, database=":memory:", reuse="rows")
+                memoize(model, database=":memory:", reuse="rows", budget=0.01)
             memoize(model, reuse="none")
             valid = inputs["attention_mask"].bool()
             torch.testing.assert_close(model(**inputs).last_hidden_state[valid], wanted[valid])

@@ -104,7 +104,7 @@ class TestBudget:
         (said,) = [record.getMessage() for record in caplog.records]
         assert "rows are not reused" in said
         assert "BertModel gives vectors" in said
-        assert "answer='mean' or 'cls' reuses rows all the same" in said
+        assert "reuse='rows' or answer='mean' reuses rows all the same" in said
         assert not written(tmp_path)
 
     @pytest.mark.parametrize(
