@@ -107,7 +107,7 @@ def test_loading_is_said_before_the_model_is_loaded(model: str, monkeypatch: pyt
     monkeypatch.setattr("attmemo.serve.logs.write_logs", lambda *_: None)
     monkeypatch.setattr(Service, "start", start)
     with redirect_stdout(StringIO()) as stream, pytest.raises(typer.Exit):
-        command.serve(model, port=0)
+        command.serve(model, port=0, budget=0)
     assert seen == [f"loading {model} …\n"]
 
 
@@ -202,7 +202,7 @@ def test_options_are_read_from_the_environment(model: str, tmp_path: Path) -> No
         (["MODEL", "--reuse", "none", "--near", "2"], 2, "near and most_moved are settings of rows"),
         (["MODEL", "--reuse", "maps", "--near", "2"], 2, "near and most_moved are settings of rows"),
         (["MODEL", "--reuse", "none", "--confidence", "0.99"], 2, "not guarded: reuse is none"),
-        (["MODEL", "--budget", "none", "--min-cosine", "0.9"], 2, "not guarded: budget is None"),
+        (["MODEL", "--budget", "none", "--database", "db", "--min-cosine", "0.9"], 2, "not guarded: budget is None"),
         (["MODEL", "--confidence", "0.99"], 2, "not guarded: budget is 0"),
         (["MODEL", "--near", "-1"], 2, "--near"),
         (["MODEL", "--threshold", "2"], 2, "threshold is a similarity"),
