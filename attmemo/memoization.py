@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -29,8 +30,9 @@ from attmemo.forward.finite_weights import weights_first
 from attmemo.forward.handle import Memoization
 from attmemo.forward.hooks import Hook
 from attmemo.guard.answers import AnswerRule
-from attmemo.handle.rows import Guarding, Records, prepare_rows
-from attmemo.handle.stack import StackMemoization, blocks_of, prepare_stack
+from attmemo.guard.check import check_answers
+from attmemo.handle.rows import Guarding, Records, answering_of, prepare_rows
+from attmemo.handle.stack import StackMemoization, blocks_of, choose_linear, prepare_stack
 from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
 from attmemo.maps.handle import Threshold, prepare_maps
@@ -67,7 +69,7 @@ def memoize(
     gate: bool = True,
     fetch: FetcherName = "auto",
     residency: Residency = "page-cache",
-    linear: LinearName = "exact",
+    linear: Literal["auto"] | LinearName = "auto",
 ) -> Model:
     """Make a transformers model faster on CPUs, in place.
 
@@ -131,10 +133,12 @@ def memoize(
         How maps are read from the arena; results are the same but for the order of sums.
     residency : {"page-cache", "hugepages"}
         Where the arena is served from. Ignored for a `Database` object, which has its own.
-    linear : {"exact", "int8"}
+    linear : {"auto", "exact", "int8"}
         Arithmetic of the blocks' linear layers, with reuse of rows or of nothing. ``"int8"`` rounds weights and rows
         to 8 bits: faster, and answers are near the exact ones only; what else this says of exact answers then means
-        those of int8 layers. Records of one arithmetic never serve the other.
+        those of int8 layers. Records of one arithmetic never serve the other. ``"auto"`` is ``"exact"`` without a
+        budget. With one, and no database but ``":memory:"``, 8-bit layers are timed, and where they are faster they
+        are compared with exact ones until they are proven to keep the budget, of which rows get half then.
 
     Returns
     -------
@@ -164,12 +168,14 @@ def memoize(
     """
     check_choices(reuse=(reuse, get_args(ReuseName)))
     check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
-    check_choices(residency=(residency, get_args(Residency)), linear=(linear, get_args(LinearName)))
+    check_choices(residency=(residency, get_args(Residency)), linear=(linear, ("auto", *get_args(LinearName))))
     check_places(None if isinstance(database, Database) else database, fill)
     check_budget(budget)
     rule = Rule.of(near, most_moved)
+    own: LinearName = "exact" if linear == "auto" else linear
+    chooses = linear == "auto" and bool(budget) and (database is None or database == MEMORY)
     check_together(
-        reuse=reuse, database=database, fill=fill, budget=budget, linear=linear, threshold=threshold, lookup=lookup,
+        reuse=reuse, database=database, fill=fill, budget=budget, linear=own, threshold=threshold, lookup=lookup,
         fetch=fetch, near=near, most_moved=most_moved,
     )  # fmt: skip
     guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer)
@@ -184,12 +190,12 @@ def memoize(
             with weights_first(model if isinstance(model, nn.Module) else encoder):
                 handle = _prepare(
                     encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
-                    bound, linear, budget, answer != "auto",
+                    bound, own, budget, answer != "auto", chooses,
                 )  # fmt: skip
         except AnswerError as error:
             if reuse == "rows" or answer != "auto":
                 raise
-            handle = prepare_stack(encoder, _adapter(encoder)[0], linear)
+            handle = _whole(encoder, model, _adapter(encoder)[0], own, guarding if chooses else None)
             _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
         _warn_if_slow(encoder)
     except BaseException:
@@ -249,6 +255,7 @@ def _prepare(
     linear: LinearName,
     budget: float | None,
     vectors: bool,
+    chooses: bool,
 ) -> Memoization:
     """Check everything and make the handle; the model is not changed yet."""
     adapter, sites = _adapter(encoder)
@@ -259,8 +266,9 @@ def _prepare(
     if database is None and folder is None and asks_for_prepared:
         database = AUTO
     by_itself = database is None and folder is None and reuse == "auto"
+    whole = partial(_whole, encoder, outer, adapter, linear, guarding if chooses else None)
     if reuse == "none" or (by_itself and guarding is None):
-        return prepare_stack(encoder, adapter, linear)
+        return whole()
     fills = fill is not False
     fields = {} if database in (None, MEMORY) and folder is None else model_fields(adapter.host(encoder), linear)
 
@@ -268,11 +276,11 @@ def _prepare(
         return prepare_rows(
             encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes, fields),
             threshold=threshold, rule=rule, gate=gate, guarding=guarding, linear=linear,
-            vectors=vectors or not by_itself,
+            vectors=vectors or not by_itself, chooses=chooses and folder is None and prepared is None,
         )  # fmt: skip
 
     if by_itself:
-        return _by_itself(lambda: rows(None, False, None), lambda: prepare_stack(encoder, adapter, linear))
+        return _by_itself(lambda: rows(None, False, None), whole)
     if database is None or database == MEMORY:
         return rows(None, False, folder)
     if database == AUTO:
@@ -317,6 +325,24 @@ def _prepare(
         if opened is not database:
             _reside(opened, residency)  # last: it may take minutes and gigabytes
         undo.pop_all()
+    return handle
+
+
+def _whole(
+    encoder: nn.Module, outer: Any, adapter: Adapter, linear: LinearName, guarding: Guarding | None
+) -> StackMemoization:
+    """Packed blocks; with a budget, 8-bit layers are proven where they are faster."""
+    handle = prepare_stack(encoder, adapter, linear)
+    if guarding is not None:
+        answering = answering_of(outer, encoder)
+        try:
+            check_answers(answering, guarding.answers, adapter, encoder)
+        except (AnswerError, AdapterCheckError) as error:
+            _LOG.warning("attmemo: linear layers stay exact, nothing can be compared: %s", error)
+        else:
+            choose_linear(
+                handle, encoder, adapter, answering, guarding.answers, guarding.budget, guarding.confidence
+            )
     return handle
 
 

@@ -60,9 +60,10 @@ def serve(
     reuse: Annotated[Literal["auto", "rows", "maps", "none"], _named(
         "ATTMEMO_REUSE", "What records supply; none: every answer is computed, without padding."
     )] = "auto",
-    linear: Annotated[Literal["exact", "int8"], _named(
-        "LINEAR", "Arithmetic of linear layers; int8: faster, answers are near the exact ones."
-    )] = "exact",
+    linear: Annotated[Literal["auto", "exact", "int8"], _named(
+        "LINEAR", "Arithmetic of linear layers; int8: faster, answers are near the exact ones; auto: exact, or with a "
+        "budget int8 where it is faster and proven to keep the budget."
+    )] = "auto",
     budget: Annotated[Any, _named(
         "ATTMEMO_BUDGET",
         "Share of answers that reuse of similar inputs may change, at most. 0: every answer is computed; none: "
@@ -170,7 +171,7 @@ def serve(
         place = listen(host or _hostname(), port)
         write_logs(log_level, json_output)
         service = Service(settings).start()
-        layers = "" if settings.linear == "exact" else f", {settings.linear} linear layers"
+        layers = ", int8 linear layers" if settings.linear == "int8" else ""
         out.say(f"{settings.name}: {service.model.task}, reuse {service.model.reuse}{layers}; {url_of(place)}")
         serve(service, place)
 

@@ -73,6 +73,8 @@ class Forward:
         Whether it is a replay: it computes a part of another forward again, exactly, or from `last`.
     last : Tensor or None
         Last hidden states ``[B, L, H]`` that its blocks give.
+    packed : Packed or None
+        Blocks that run in place of the stack's own (`attmemo.packed.runner`). Inherited.
     first : bool
         Whether the first row of each sequence alone is asked for: all others are NaN.
     asking : object
@@ -97,6 +99,7 @@ class Forward:
     forced: Plan | None = None
     repeats: bool = False
     last: Tensor | None = None
+    packed: Any = None
     first: bool = False
     asking: Any = None
     given: Given | None = None
@@ -131,7 +134,8 @@ class Current(threading.local):
         """Open the context of a forward within the one that runs; other arguments are fields of `Forward`."""
         outer = self.forward
         if outer is not None:
-            asked = {"observed": outer.observed, "whole": outer.whole, "forced": outer.forced} | asked
+            inherited = {name: getattr(outer, name) for name in ("observed", "whole", "forced", "packed")}
+            asked = inherited | asked
         self.forward = opened = Forward(counters, **asked)
         try:
             yield opened

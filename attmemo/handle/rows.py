@@ -37,7 +37,7 @@ from attmemo.guard.keeper import Keeper
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.rules import digest_of_rules
 from attmemo.handle.description import describe
-from attmemo.handle.stack import StackMemoization, handle_of, packed_of
+from attmemo.handle.stack import StackMemoization, choose_linear, handle_of, packed_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS, Kinds
 from attmemo.kernels.linear8 import LinearName
@@ -134,12 +134,13 @@ class Records:
 
 def prepare_rows(
     encoder: nn.Module, outer: Any, adapter: Adapter, records: Records, *, threshold: Any, rule: Rule, gate: bool,
-    guarding: Guarding | None, linear: LinearName, vectors: bool = True,
+    guarding: Guarding | None, linear: LinearName, vectors: bool = True, chooses: bool = False,
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle for rows; the model is not changed yet.
 
     `outer` is what the caller holds: the model itself, or a wrapper around it. `vectors`: whether answers that are
     vectors may come from rows of similar inputs; if not, AnswerError is raised for them.
+    `chooses`: 8-bit layers may be proven in front, with half of the budget.
     """
     share = _share(threshold)
     tokenizer = None if guarding is None else guarding.tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
@@ -150,7 +151,7 @@ def prepare_rows(
             f"{opened.path} keeps no rows of {len(blocks.blocks)} blocks.",
             "attmemo build-database --reuse rows --model … --data …",
         )
-    whole = _answering(outer, encoder)
+    whole = answering_of(outer, encoder)
     if guarding is not None:  # first of all: a head that cannot be read must leave no folder behind
         check_answers(whole, guarding.answers, adapter, encoder)
         if guarding.answers.are_vectors and not vectors:
@@ -220,10 +221,27 @@ def prepare_rows(
                 growing.know(sureness.of_note)
             guarded = Guarded(planner.guard, guarding.answers, planner, handle.engine, growing, sureness)
             handle.guard(whole, guarded, keeper)
+            if chooses:
+                _choose_linear(handle, encoder, adapter, whole, guarding, planner)
         undo.pop_all()
     if guarding is None:
         _LOG.warning("attmemo: %s", UNGUARDED)
     return handle
+
+
+def _choose_linear(
+    handle: StackMemoization, encoder: nn.Module, adapter: Adapter, outer: nn.Module, guarding: Guarding,
+    planner: GuardedPlanner,
+) -> None:  # fmt: skip
+    """Have 8-bit layers proven with half of the budget; the other half is for rows then."""
+    half = guarding.budget / 2
+    own = Guard(half, guarding.confidence, free=len(planner.kinds) > 0)
+
+    def begin() -> None:
+        planner.begin_anew(planner.guard)  # forwards with 8-bit layers take another time
+
+    if choose_linear(handle, encoder, adapter, outer, guarding.answers, half, guarding.confidence, begin):
+        handle.guard_anew(own)
 
 
 def _growing(
@@ -349,7 +367,7 @@ def head_of(model: nn.Module, host: nn.Module) -> str:
     return found.hexdigest()
 
 
-def _answering(outer: Any, encoder: nn.Module) -> nn.Module:
+def answering_of(outer: Any, encoder: nn.Module) -> nn.Module:
     """The module whose output has the answers: a sentence-transformers model pools, other wrappers call the model."""
     return outer if isinstance(outer, nn.Sequential) and hasattr(outer, "encode") else encoder
 

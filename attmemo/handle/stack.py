@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,33 @@ from torch import nn
 
 from attmemo.db import Database
 from attmemo.db.pools.history import Work
-from attmemo.errors import UnsupportedModelError
+from attmemo.errors import AdapterCheckError, UnsupportedModelError
 from attmemo.forward.engine import Engine
 from attmemo.forward.handle import Memoization
 from attmemo.forward.hooks import Hook
 from attmemo.forward.planning import Planner, Whole
 from attmemo.forward.row_usage import Observed
+from attmemo.forward.trial import enable_within
 from attmemo.forward.watch import Watch
 from attmemo.guard.answer_hook import AnswerHook
+from attmemo.guard.answers import Answers
 from attmemo.guard.forward import Guarded
 from attmemo.guard.guard import Guard
 from attmemo.guard.keeper import Keeper
+from attmemo.guard.linear_choice import FASTER, ChoiceHook, LinearChoice, speed_of
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.kernels.linear8 import LinearName
 from attmemo.models import Adapter, Site
 from attmemo.models.blocks import Blocks, find_blocks
-from attmemo.packed.check import check_blocks, check_stack
+from attmemo.packed.check import check_blocks, check_layers, check_stack
 from attmemo.packed.head_check import reads_first_row
 from attmemo.packed.head_hook import HeadHook
 from attmemo.packed.runner import TYPES, Called, Packed
 from attmemo.packed.stack import Stack
 from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.planner import TYPES_FROM, RowPlanner
+
+_LOG = logging.getLogger("attmemo")
 
 
 class StackMemoization(Memoization):
@@ -63,6 +69,7 @@ class StackMemoization(Memoization):
         self.guarded: Guarded | None = None
         self.folder: Path | None = None
         self.first_row = False
+        self.choice: LinearChoice | None = None
         self._head: HeadHook | None = None
         self._keeper: Keeper | None = None
         self._model = self._outer = model
@@ -73,6 +80,11 @@ class StackMemoization(Memoization):
         guarded.watch(outer, getattr(getattr(self.host, "config", None), "pad_token_id", None))
         if self._store is not None:
             self._store.watch(partial(_work_of, self.engine))
+
+    def choose(self, outer: nn.Module, choice: LinearChoice) -> None:
+        """Have the arithmetic of linear layers chosen while the model serves; to be called before `enable`."""
+        self._outer, self.choice = outer, choice
+        choice.watch(outer)
 
     def guard_anew(self, guard: Guard) -> None:
         """Begin again with this guard. What it learns is not kept: for measurements."""
@@ -107,7 +119,21 @@ class StackMemoization(Memoization):
         if self.guarded is not None:
             hooks.append(AnswerHook(self, self._outer, self.guarded))
             hooks[-1].insert()
+        if self.choice is not None:
+            hooks.append(ChoiceHook(self, self._outer, self.choice))
+            hooks[-1].insert()
         return hooks
+
+    @property
+    def linear(self) -> str:
+        """Arithmetic of the linear layers that serve: ``"exact"`` or ``"int8"``."""
+        stack = self.engine.reuse
+        assert isinstance(stack, Stack)
+        return stack.packed.linear
+
+    @property
+    def _rounded_bytes(self) -> int:
+        return 0 if self.choice is None or self.choice.rounded is self.packed else self.choice.rounded.nbytes
 
     @property
     def threshold(self) -> float | None:
@@ -133,7 +159,8 @@ class StackMemoization(Memoization):
             choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up``
             (sequences by reason, see docs/python.md), ``ineligible`` (sequences that the original code computed, by
             reason), ``failed`` (sequences that an error left exact, or without a check: 0 as long as all is well),
-            ``failures`` (the same by the error's text), ``linear`` (arithmetic of the linear layers),
+            ``failures`` (the same by the error's text), ``linear`` (arithmetic of the linear layers now),
+            ``linear_choice`` (how it was chosen: see docs/python.md; None: it was given),
             ``weight_bytes`` (of weights made ready, beside the model's own),
             ``first_row`` (whether the head reads nothing of the last hidden states but their first row),
             ``database`` (the path of a prepared one), ``folder`` (of the database that fills itself), ``records`` and
@@ -169,8 +196,9 @@ class StackMemoization(Memoization):
             "ineligible": dict(counters.ineligible),
             "failed": counters.failed,
             "failures": dict(counters.failures),
-            "linear": self.packed.linear,
-            "weight_bytes": self.packed.nbytes,
+            "linear": self.linear,
+            "linear_choice": None if self.choice is None else self.choice.stats(),
+            "weight_bytes": self.packed.nbytes + self._rounded_bytes,
             "first_row": self.first_row and not (self._head is not None and self._head.reads_more),
             **self._growth(),
             "rows_afterwards": 0 if self.guarded is None else self.guarded.rows_afterwards,
@@ -238,7 +266,7 @@ class StackMemoization(Memoization):
 
     def __repr__(self) -> str:
         state = "on" if self.enabled else "off"
-        layers = "" if self.packed.linear == "exact" else f", {self.packed.linear} linear layers"
+        layers = "" if self.linear == "exact" else f", {self.linear} linear layers"
         if self.threshold is None:
             return f"<attmemo {state}: packed blocks, nothing reused{layers}>"
         where = self.database or self.folder or "memory"
@@ -257,6 +285,33 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName) -> S
     check_stack(handle, adapter, encoder, packed)
     handle.first_row = reads_first_row(handle, adapter, encoder)
     return handle
+
+
+def choose_linear(
+    handle: StackMemoization, encoder: nn.Module, adapter: Adapter, outer: nn.Module, answers: Answers, budget: float,
+    confidence: float, served: Callable[[], None] | None = None,
+) -> bool:  # fmt: skip
+    """Have 8-bit layers proven within a budget, where they are faster. False: they are not, and nothing was changed.
+
+    `answers` have read an answer of `outer` before.
+    """
+    exact = handle.packed
+    if any(isinstance(layer, Called) for _, layer, _ in exact.linears):
+        return False
+    rounded = Packed(exact.blocks, exact.dtype, "int8")
+    try:
+        check_layers(rounded)
+    except AdapterCheckError as error:
+        _LOG.warning("attmemo: linear layers stay exact: %s", error)
+        return False
+    with ExitStack() as undo:
+        enable_within(handle, undo)
+        speed = speed_of(handle.engine, adapter.host(encoder), exact, rounded)
+    if speed < FASTER:
+        _LOG.info("attmemo: linear layers stay exact: 8-bit ones are %.2f times as fast here", speed)
+        return False
+    handle.choose(outer, LinearChoice(budget, confidence, answers, handle.engine, rounded, speed, served))
+    return True
 
 
 def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str, linear: LinearName) -> Packed:

@@ -170,7 +170,9 @@ class Stack:
         keep = None if copied is None else copied(starts)
         own = np.append(starts[:-1][twins.own], starts[-1]) if some else starts
         asked = self._asked(forward, own[:-1], keep)
-        found = self.compute(call, places, Layout(own, own), max(spans.lengths), keep=keep, asked=asked)
+        found = self.compute(
+            call, places, Layout(own, own), max(spans.lengths), keep=keep, asked=asked, packed=forward.packed
+        )
         if asked is not None:
             forward.firsts += 1
             found = put_first(found, asked, own[:-1], np.flatnonzero(twins.own), call.hidden.shape[:2])
@@ -184,11 +186,11 @@ class Stack:
 
     def compute(
         self, call: Call, places: Tensor | None, layout: Layout, longest: int, *, fetch: Fetch | None = None,
-        keep: Copies | None = None, asked: Ints | None = None,
+        keep: Copies | None = None, asked: Ints | None = None, packed: Packed | None = None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states ``[N, H]`` of the tokens at these places of the flat batch; None: of all.
 
-        `asked`: of these rows alone, ``[W, H]``.
+        `asked`: of these rows alone, ``[W, H]``. `packed`: in place of the stack's own blocks.
         """
 
         def chosen(padded: Tensor) -> Tensor:
@@ -196,7 +198,7 @@ class Stack:
             return flat if places is None else flat.index_select(0, places)
 
         added = self.blocks.added(call.hidden)
-        return self.packed.run(
+        return (packed or self.packed).run(
             chosen(call.hidden), layout, longest,
             positions_of(places, *call.hidden.shape[:2]) if self.blocks.rotary else None, fetch, keep,
             None if added is None else chosen(added), asked,

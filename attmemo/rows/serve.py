@@ -115,7 +115,7 @@ class Rows(Stack):
         wanted = self._asked(forward, layout.starts[:-1][opened], copies) if apart else None
         found = self.compute(
             call, torch.from_numpy(embedded[fresh]), layout, longest,
-            fetch=None if read is None else read[0].layer, keep=copies, asked=wanted,
+            fetch=None if read is None else read[0].layer, keep=copies, asked=wanted, packed=forward.packed,
         )  # fmt: skip
         done = perf_counter()
         every_slot = batch + len(beside), padded

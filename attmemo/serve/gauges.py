@@ -62,7 +62,7 @@ def live(service: Service) -> dict[str, Any]:
         "model": service.settings.name,
         "task": model.task,
         "reuse": model.reuse,
-        "dtype": arithmetic(service.settings.dtype, service.settings.linear),
+        "dtype": arithmetic(service.settings.dtype, found.get("linear") or "exact"),
         "waiting": service.waiting,
         "inside": service.inside,
         "limit": service.settings.max_concurrent_requests,

@@ -16,7 +16,7 @@ from attmemo.system.sizes import bytes_of
 Pooling = Literal["mean", "cls", "last-token"]
 ReuseName = Literal["auto", "maps", "rows", "none"]
 DtypeName = Literal["float32", "bfloat16"]
-LinearName = Literal["exact", "int8"]
+LinearName = Literal["auto", "exact", "int8"]
 
 CONFIDENCE: Final = 0.95
 MIN_COSINE: Final = 0.98
@@ -90,7 +90,7 @@ class Settings:
     row_headers: bool = False
     database: str | None = None
     reuse: ReuseName = "auto"
-    linear: LinearName = "exact"
+    linear: LinearName = "auto"
     budget: float | None = 0
     confidence: float = CONFIDENCE
     min_cosine: float = MIN_COSINE
@@ -117,8 +117,9 @@ class Settings:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
         check_places(self.database, self.fill)
         check_budget(self.budget)
+        linear = "exact" if self.linear == "auto" else self.linear
         check_together(
-            reuse=self.reuse, database=self.database, fill=self.fill, budget=self.budget, linear=self.linear,
+            reuse=self.reuse, database=self.database, fill=self.fill, budget=self.budget, linear=linear,
             threshold=self.threshold, near=self.near,
         )  # fmt: skip
         if self.reuse in ("none", "maps") or not self.budget:

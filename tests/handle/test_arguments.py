@@ -67,7 +67,7 @@ class TestOneArgument:
             ({"most_moved": -1}, "most_moved must be a whole number of tokens", "most_moved=1"),
             ({"threshold": "high", "reuse": "rows", "budget": 0.1}, "a threshold is one share of", "threshold=0.5"),
             ({"reuse": "columns"}, "reuse must be one of auto, maps, rows, none; got 'columns'", "leave out reuse"),
-            ({"linear": "int4"}, "linear must be one of exact, int8", "leave out linear"),
+            ({"linear": "int4"}, "linear must be one of auto, exact, int8", "leave out linear"),
         ],
     )  # fmt: skip
     def test_a_wrong_value_is_named(self, model: Any, given: dict[str, Any], said: str, hint: str) -> None:

@@ -37,8 +37,8 @@ from attmemo.rows.gate import LEARNED, RARELY, RowGate
 STATS = {
     "enabled", "reuse", "database", "folder", "threshold", "sequences", "reused", "repeated", "served", "tokens",
     "rows_computed", "share_computed", "ms_lookup", "ms_plan", "ms_fetch", "ms_blocks", "not_looked_up", "ineligible",
-    "failures", "failed", "weight_bytes", "first_row", "records", "record_bytes", "offered", "guard", "linear", "pays",
-    "rows_afterwards",
+    "failures", "failed", "weight_bytes", "first_row", "records", "record_bytes", "offered", "guard", "linear",
+    "linear_choice", "pays", "rows_afterwards",
 }  # fmt: skip
 
 
