@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import typer
 
 from attmemo.cli.app import app
+from attmemo.serve.gauges import gauges
+from attmemo.serve.metrics import Metrics
+from attmemo.serve.refusal import Kind
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ROOT: Any = typer.main.get_command(app)
@@ -87,3 +92,70 @@ def test_options_of_the_unit_exist() -> None:
     named = dict(word.split("=", 1) for word in words)
     assert {name for name in named if name.startswith("ATTMEMO_")} <= ENVIRONMENT
     assert (named["ATTMEMO_BUDGET"], named["ATTMEMO_DATABASE"]) == ("0.01", "auto")
+
+
+def metrics() -> set[str]:
+    """Names that Prometheus reads from a service, those of histograms and counters with their endings."""
+    found, idle = Metrics(), SimpleNamespace(model=SimpleNamespace(handle=None), waiting=0, inside=0, draining=False)
+    found.watch(lambda: dict.fromkeys(gauges(idle), ("", 1.0)))  # type: ignore[arg-type]
+    found.asked("single")
+    found.answered("single", "embed", 1, 1, (1.0, 1.0, 1.0, 1.0))
+    found.failed("overloaded")
+    found.forward(1, 1, 1, 0, 1.0)
+    return {re.split(r"[{ ]", line)[0] for line in found.text().decode().splitlines() if not line.startswith("#")}
+
+
+def names_in(expression: str) -> set[str]:
+    return set(re.findall(r"\b((?:te|attmemo)_\w+)", expression))
+
+
+def test_the_rules_of_alerts_name_metrics_and_reasons_that_there_are() -> None:
+    yaml = pytest.importorskip("yaml")
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    names = set().union(*(names_in(rule["expr"]) for rule in group["rules"]))
+    assert len(names) >= 4
+    assert names <= metrics()
+    reasons = set(re.findall(r'err="(\w+)"', str(group)))
+    assert reasons <= set(get_args(Kind))
+    assert all(rule["annotations"]["summary"] for rule in group["rules"])
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("the rest needs promtool")
+    subprocess.run([promtool, "check", "rules", str(DEPLOY / "alerts.yml")], check=True)
+
+
+def test_the_dashboard_shows_metrics_that_there_are() -> None:
+    found = json.loads((DEPLOY / "grafana.json").read_text())
+    names = set().union(*(names_in(target["expr"]) for panel in found["panels"] for target in panel["targets"]))
+    assert len(names) >= 10
+    assert names <= metrics()
+    assert len({panel["id"] for panel in found["panels"]}) == len(found["panels"])
+
+
+def test_the_manifest_probes_routes_and_sets_options_that_there_are() -> None:
+    yaml = pytest.importorskip("yaml")
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert {one["name"] for one in container["env"]} <= ENVIRONMENT
+    probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert set(probes.values()) == {"/health"}
+    assert container["resources"]["requests"] == container["resources"]["limits"], "whole cores of its own"
+    volumes = {one["name"] for one in deployment["spec"]["template"]["spec"]["volumes"]}
+    assert {one["name"] for one in container["volumeMounts"]} == volumes
+    assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= 45
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert "runAsUser: 10001" in (DEPLOY / "kubernetes.yaml").read_text()
+    assert "--uid 10001" in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_the_workflow_runs_what_the_project_runs() -> None:
+    yaml = pytest.importorskip("yaml")
+    root = DEPLOY.parent
+    jobs = yaml.safe_load((root / ".github/workflows/test.yml").read_text())["jobs"]
+    assert {"run": ".ci/run"} in jobs["test"]["steps"]
+    assert (root / ".ci/run").stat().st_mode & 0o100
+    assert len(jobs["wheel"]["strategy"]["matrix"]["python"]) == 2
+    targets = re.findall(r"^([\w-]+):", (root / "Makefile").read_text(), re.MULTILINE)
+    used = re.findall(r"\bmake ([\w-]+)", str(jobs))
+    assert used
+    assert set(used) <= set(targets)
