@@ -25,7 +25,8 @@ from bench_rows import Case, lines_case, minilm
 from torch import Tensor
 
 from attmemo.kernels.align import LONG, Rule
-from attmemo.rows.index import TokenIndex
+from attmemo.kernels.kinds import NO_KINDS
+from attmemo.rows.index import ANY, TokenIndex
 
 LOGS = ("HDFS", "OpenSSH", "Apache", "BGL", "Mac")
 SHARE = 0.03  # of a line's tokens: rows that are computed more
@@ -192,7 +193,7 @@ def measure(plain: Plain, case: Case) -> dict[str, dict[str, float]]:
     candidates = index.candidates(asked_tokens, starts)
     found = {}
     for name, (near, choose) in WAYS.items():
-        aligned, rows, cosines = index.align(asked_tokens, starts, candidates, Rule(near=near)), 0, []
+        aligned, rows, cosines = index.plan(asked_tokens, starts, candidates, Rule(near=near), NO_KINDS, ANY), 0, []
         for number, asked in enumerate(case.requests):
             n, record = len(asked), int(aligned.record[number])
             if record < 0 or not n > n - aligned.computed[number] >= THRESHOLD * n:
