@@ -164,7 +164,7 @@ class TestRows:
     def test_inspect_tells_where_a_guard_stands(self, stored: Path, logs: dict[str, Path], tiny_bert: str) -> None:
         loaded = load_model(tiny_bert)
         texts = logs["ask"].read_text().splitlines()[:24]
-        memoize(loaded.model, 0.3, stored, tokenizer=loaded.tokenizer, gate=False)
+        memoize(loaded.model, 0.3, stored, tokenizer=loaded.tokenizer, gate=False, budget=0.01)
         with torch.inference_mode():
             loaded.model(**collate(loaded, tokenize(loaded, texts, 48)))
         said = loaded.model.attmemo.stats()["guard"]["says"]
