@@ -9,8 +9,8 @@
  * chunk has several tasks, and each of them makes the codes anew: the same bytes. The result of a row depends on this
  * row alone.
  *
- * A NORM of the rows is the business of the thread that does a chunk's last task: rows are in a cache still, and no
- * thread is woken for a few of them.
+ * THE END of rows, such as a norm, is the business of the thread that does a chunk's last task: rows are in a cache still,
+ * and no thread is woken for a few of them.
  *
  * TWO LAYERS, one behind the other, are one call: `feed`. A task is a chunk of rows then, all columns. What lies between
  * the layers never leaves the cache.
@@ -28,7 +28,7 @@
 #include "team.h"
 
 /* Bytes of weights that come from far: threads share them where one chunk has all rows, not the rows. */
-enum { HEAVY = 2 << 20 };
+enum { HEAVY = 2 << 20, ENDED = 64 /* rows of a task that ends them */ };
 enum { OVER = 4, MOST_THREADS = 1024, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
 
 static const LinearKernel *const kernels[] = { /* best first */
@@ -106,9 +106,9 @@ static void feed(const Job *job, size_t first, size_t count, Rows *rows)
     behind.x = before.out;
     job->kernel->multiply(&before, 0, count, rows, 0, job->panels);
     job->kernel->take(&behind, 0, count, rows);
-    job->kernel->multiply(&behind, first, count, rows, 0, (behind.outputs + PANEL - 1) / PANEL);
-    if (behind.norm.weight)
-        job->kernel->normalize(&behind, first, count);
+    job->kernel->multiply(&behind, first, count, rows, 0, panels_of(&behind));
+    if (has_end(&behind))
+        job->kernel->end(&behind, first, count);
 }
 
 static void work(void *argument)
@@ -131,8 +131,8 @@ static void work(void *argument)
         }
         job->kernel->multiply(product, first, count, &rows, group * job->panels / job->groups,
                               (group + 1) * job->panels / job->groups);
-        if (product->norm.weight && atomic_fetch_sub(&job->left[chunk], 1) == 1)
-            job->kernel->normalize(product, first, count);
+        if (has_end(product) && atomic_fetch_sub(&job->left[chunk], 1) == 1)
+            job->kernel->end(product, first, count);
     }
 }
 
@@ -141,7 +141,7 @@ static bool run(Job *job, size_t threads)
 {
     const Product *product = &job->product;
     size_t most = job->kernel->chunk;
-    job->panels = (product->outputs + PANEL - 1) / PANEL;
+    job->panels = panels_of(product);
     job->widest = round_to(product->inputs > job->behind.inputs ? product->inputs : job->behind.inputs, LINE);
     if (job->kernel->bytes) {
         size_t fit = job->kernel->bytes / (job->widest * job->kernel->kept);
@@ -184,7 +184,7 @@ static bool are_known(int arithmetic, int type)
 
 /* Sizes and weights of a layer; false, with a ValueError, if they do not fit. */
 static bool take_layer(Product *product, enum arithmetic arithmetic, Py_ssize_t inputs, Py_ssize_t outputs,
-                       int activation, const Py_buffer *parts)
+                       int activation, int gated, const Py_buffer *parts)
 {
     if (!is_fine(inputs > 0 && inputs <= MOST_INPUTS && outputs > 0 && outputs <= PY_SSIZE_T_MAX / (8 * MOST_INPUTS),
                  "a size is out of range") ||
@@ -195,7 +195,8 @@ static bool take_layer(Product *product, enum arithmetic arithmetic, Py_ssize_t 
     size_t column = product->inputs * weight_bytes[arithmetic];
     product->panel_bytes = PANEL * (arithmetic == FLOATS ? column : round_to(column, LINE));
     product->activation = (enum activation)activation;
-    size_t columns = round_to(product->outputs, PANEL);
+    product->gated = gated != 0;
+    size_t columns = panels_of(product) * PANEL;
     bool fits = (size_t)parts[PANELS].len == columns / PANEL * product->panel_bytes;
     for (int i = SCALES; i < PARTS; i++) {
         size_t wanted = i == BIAS || arithmetic == CODES ? columns * 4 : 0;
@@ -214,6 +215,11 @@ static bool compute(const LinearKernel *kernel, const Product *product, const Pr
     if (behind) {
         job.behind = *behind;
         job.behind.line = behind->inputs * item_bytes[behind->type];
+    }
+    Product *last = behind ? &job.behind : &job.product;
+    if (last->inner.weight) { /* the sums are normed first */
+        last->late = last->add;
+        last->add = NULL;
     }
     return product->rows == 0 || run(&job, threads < MOST_THREADS ? threads : MOST_THREADS);
 }
@@ -242,10 +248,36 @@ static bool begin(Product *product, Product *behind, enum arithmetic arithmetic,
 }
 
 /* The norm that a product ends with. */
-static bool take_norm(Product *product, unsigned long long weight, unsigned long long bias, double least)
+static bool take_norm(Norm *norm, unsigned long long weight, unsigned long long bias, double least, int type,
+                      int centred)
 {
-    product->norm = (Norm){(const char *)(uintptr_t)weight, (const char *)(uintptr_t)bias, (float)least};
-    return is_fine(least >= 0, "what a norm adds to the variance is out of range");
+    *norm = (Norm){(const char *)(uintptr_t)weight, (const char *)(uintptr_t)bias, (float)least, (enum type)type,
+                   centred != 0};
+    return is_fine(least >= 0, "what a norm adds to the variance is out of range") &&
+           is_fine(type >= 0 && type < TYPES, "there is no such type");
+}
+
+/* Some rows are ended, by a thread of their own. */
+typedef struct {
+    const LinearKernel *kernel;
+    const Product *product;
+    atomic_size_t next;
+} Ending;
+
+static void end_some(void *argument)
+{
+    Ending *job = argument;
+    const size_t rows = job->product->rows;
+    for (size_t first; (first = atomic_fetch_add(&job->next, ENDED)) < rows;)
+        job->kernel->end(job->product, first, rows - first < ENDED ? rows - first : ENDED);
+}
+
+static void end_all(const LinearKernel *kernel, const Product *product, size_t threads)
+{
+    Ending job = {.kernel = kernel, .product = product};
+    const size_t tasks = (product->rows + ENDED - 1) / ENDED;
+    if (tasks > 0)
+        share(end_some, &job, threads < tasks ? threads : tasks);
 }
 
 static PyObject *end(Py_buffer *parts, size_t count, bool done)
@@ -260,9 +292,10 @@ static PyObject *end(Py_buffer *parts, size_t count, bool done)
 PyDoc_STRVAR(multiply_doc,
              "multiply($module, x, add, out, sizes, weights, norm, flags, /)\n--\n\n"
              "x, add: (address, bytes from a row to the next); add: (0, 0) without a residual. out: address, rows without\n"
-             "gaps. sizes: (rows, inputs, outputs, type, activation), as `enum type` and `enum activation` have them.\n"
+             "gaps. sizes: (rows, inputs, outputs, type, activation, gated), types and activations as their enums have them.\n"
              "weights: (panels, scales, bias, sums), each of all columns of all panels; scales and sums are empty but\n"
-             "in 8 bits. norm: (address of its weight, of its bias, what is added to the variance); (0, 0, 0.0) without one.\n"
+             "in 8 bits. norm: (address of its weight, of its bias, what is added to the variance, type of these, whether the mean\n"
+             "is taken off); the addresses are 0 without one.\n"
              "flags: (arithmetic, as `enum arithmetic` has it; threads; isa). The caller vouches for the\n"
              "addresses.");
 
@@ -271,20 +304,22 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args)
     unsigned long long x, add, out, norm, bias;
     double least;
     Py_ssize_t line, add_line, rows, inputs, outputs, threads;
-    int type, activation, arithmetic;
+    int type, activation, gated, norm_type, centred, arithmetic;
     Py_buffer parts[PARTS];
     const char *isa;
-    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnii)(y*y*y*y*)(KKd)(ins):multiply", &x, &line, &add, &add_line, &out, &rows,
-                          &inputs, &outputs, &type, &activation, &parts[PANELS], &parts[SCALES], &parts[BIAS],
-                          &parts[SUMS], &norm, &bias, &least, &arithmetic, &threads, &isa))
+    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnniip)(y*y*y*y*)(KKdip)(ins):multiply", &x, &line, &add, &add_line, &out,
+                          &rows, &inputs, &outputs, &type, &activation, &gated, &parts[PANELS], &parts[SCALES],
+                          &parts[BIAS], &parts[SUMS], &norm, &bias, &least, &norm_type, &centred, &arithmetic, &threads,
+                          &isa))
         return NULL;
     Product product = {.x = (const char *)(uintptr_t)x,
                        .line = (size_t)line,
                        .add = (const char *)(uintptr_t)add,
                        .add_line = (size_t)add_line,
                        .out = (char *)(uintptr_t)out};
-    bool done = are_known(arithmetic, type) && take_layer(&product, arithmetic, inputs, outputs, activation, parts) &&
-                take_norm(&product, norm, bias, least) &&
+    bool done = are_known(arithmetic, type) &&
+                take_layer(&product, arithmetic, inputs, outputs, activation, gated, parts) &&
+                take_norm(&product.norm, norm, bias, least, norm_type, centred) &&
                 begin(&product, NULL, arithmetic, rows, type, threads, isa);
     return end(parts, PARTS, done);
 }
@@ -292,26 +327,28 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args)
 PyDoc_STRVAR(feed_doc,
              "feed($module, x, add, out, sizes, weights, behind, norm, flags, /)\n--\n\n"
              "Two layers as in `multiply`, the second without an activation. sizes: (rows, inputs, outputs of the first,\n"
-             "outputs, type, activation of the first).");
+             "outputs, type, activation of the first, whether that is gated).");
 
 static PyObject *native_feed(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned long long x, add, out, norm, bias;
     double least;
     Py_ssize_t line, add_line, rows, inputs, inner, outputs, threads;
-    int type, activation, arithmetic;
+    int type, activation, gated, norm_type, centred, arithmetic;
     Py_buffer parts[2 * PARTS];
     const char *isa;
-    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnnii)(y*y*y*y*)(y*y*y*y*)(KKd)(ins):feed", &x, &line, &add, &add_line, &out,
-                          &rows, &inputs, &inner, &outputs, &type, &activation, &parts[PANELS], &parts[SCALES],
-                          &parts[BIAS], &parts[SUMS], &parts[PARTS + PANELS], &parts[PARTS + SCALES],
-                          &parts[PARTS + BIAS], &parts[PARTS + SUMS], &norm, &bias, &least, &arithmetic, &threads, &isa))
+    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnniip)(y*y*y*y*)(y*y*y*y*)(KKdip)(ins):feed", &x, &line, &add, &add_line,
+                          &out, &rows, &inputs, &inner, &outputs, &type, &activation, &gated, &parts[PANELS],
+                          &parts[SCALES], &parts[BIAS], &parts[SUMS], &parts[PARTS + PANELS], &parts[PARTS + SCALES],
+                          &parts[PARTS + BIAS], &parts[PARTS + SUMS], &norm, &bias, &least, &norm_type, &centred,
+                          &arithmetic, &threads, &isa))
         return NULL;
     Product product = {.x = (const char *)(uintptr_t)x, .line = (size_t)line};
     Product behind = {.add = (const char *)(uintptr_t)add, .add_line = (size_t)add_line, .out = (char *)(uintptr_t)out};
-    bool done = are_known(arithmetic, type) && take_layer(&product, arithmetic, inputs, inner, activation, parts) &&
-                take_layer(&behind, arithmetic, inner, outputs, NONE, parts + PARTS) &&
-                take_norm(&behind, norm, bias, least) &&
+    bool done = are_known(arithmetic, type) &&
+                take_layer(&product, arithmetic, inputs, inner, activation, gated, parts) &&
+                take_layer(&behind, arithmetic, inner, outputs, NONE, 0, parts + PARTS) &&
+                take_norm(&behind.norm, norm, bias, least, norm_type, centred) &&
                 begin(&product, &behind, arithmetic, rows, type, threads, isa);
     return end(parts, 2 * PARTS, done);
 }
@@ -345,7 +382,7 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static const LinearFace face = {choose_kernel, are_known, take_layer, take_norm, compute, share};
+static const LinearFace face = {choose_kernel, are_known, take_layer, take_norm, compute, end_all, share};
 
 static int native_exec(PyObject *module)
 {

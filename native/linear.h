@@ -27,18 +27,39 @@ enum {
     /* The matrix unit is so fast that it waits for weights if they come for fewer rows than the second cache holds. */
     AMX_CHUNK = 512,
     AMX_BYTES = 1 << 20, /* of these rows */
+    MOST_WIDTH = 512, /* numbers of a head that is normed or turned */
 };
 
 enum arithmetic { FLOATS, CODES, BFLOATS, ARITHMETICS };
 enum activation { NONE, RELU, SILU, GELU, GELU_TANH, ACTIVATIONS };
 
-/* A layer norm of the result's rows; weight and bias have their type. */
+/* A norm of rows: a layer norm, or one by the mean square alone. */
 typedef struct {
     const char *weight, *bias; /* weight: NULL without a norm; bias: NULL for zeros */
     float least;               /* is added to the variance */
+    enum type type;            /* of weight and bias */
+    bool centred;              /* the mean is taken off first */
 } Norm;
 
-/* What all tasks of a call share. Lines are bytes from a row to the next. */
+/* Heads of a row of queries, keys and values, in this order: those of queries and keys are normed and turned, each by
+ * itself. Number i < half and number half + i of a head are turned by the angle i of the row's position. */
+typedef struct {
+    size_t queries, keys, width, half; /* heads of each; numbers of a head, at most MOST_WIDTH */
+    Norm query, key;                   /* by the mean square, weights in float32 */
+    const float *cosine, *sine;        /* [positions, half]; NULL: nothing is turned */
+    const int32_t *positions;          /* of each row */
+} Heads;
+
+/*
+ * What all tasks of a call share. Lines are bytes from a row to the next.
+ *
+ * A GATED layer has two columns of weights for a column of the result: one is activated, and multiplied by the other. Of
+ * a panel the first half are those that are activated, the second half the others.
+ *
+ * ROWS OF THE RESULT ARE ENDED, once all their columns are there: they are normed, and the residual is added (`inner`;
+ * without it, the residual is a part of each number), they are normed again (`norm`), and the next norm of them goes
+ * elsewhere (`next`). Or they are heads.
+ */
 typedef struct {
     enum type type, out_type; /* of x; of add and out */
     const char *x, *add; /* add: NULL without a residual */
@@ -49,8 +70,24 @@ typedef struct {
     const float *scales, *bias; /* of each column */
     const int32_t *sums;        /* of the codes of each column */
     enum activation activation;
-    Norm norm;
+    bool gated;
+    Norm inner, norm, next;
+    const char *late; /* the residual that is added behind `inner` */
+    char *ahead;      /* where `next` goes, rows without gaps */
+    const Heads *heads; /* or NULL */
 } Product;
+
+static inline size_t panels_of(const Product *product)
+{
+    const size_t columns = product->gated ? PANEL / 2 : PANEL;
+    return (product->outputs + columns - 1) / columns;
+}
+
+/* Whether something is left to do with whole rows. */
+static inline bool has_end(const Product *product)
+{
+    return product->inner.weight || product->norm.weight || product->next.weight || product->heads;
+}
 
 /* Some rows as they are multiplied. */
 typedef struct {
@@ -72,8 +109,8 @@ typedef struct {
     void (*take)(const Product *product, size_t first, size_t count, Rows *rows);
     /* The same rows of the result, columns of panels panel ... end - 1. */
     void (*multiply)(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end);
-    /* The norm of these rows of the result, in place, once all their columns are there. */
-    void (*normalize)(const Product *product, size_t first, size_t count);
+    /* These rows of the result are ended. */
+    void (*end)(const Product *product, size_t first, size_t count);
 } LinearKernel;
 
 extern const LinearKernel linear8_vnni16, linear8_vnni, linear8_avxvnni, linear8_avx2, linear8_generic;

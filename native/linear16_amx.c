@@ -39,6 +39,6 @@ static void take(const Product *product, size_t first, size_t count, Rows *rows)
     }
 }
 
-const LinearKernel linear16_amx = {"amx", BFLOATS, AMX_CHUNK, SIDE, AMX_BYTES, 2, take, multiply, normalize};
+const LinearKernel linear16_amx = {"amx", BFLOATS, AMX_CHUNK, SIDE, AMX_BYTES, 2, take, multiply, end};
 
 #endif

@@ -42,7 +42,7 @@ static inline void finish(const Product *product, const Rows *rows, size_t first
     (void)rows;
     for (int i = 0; i < PANEL; i += LANES)
         STORE(sums + i) += LOAD(product->bias + panel * PANEL + i);
-    finish_row(product, first + row, sums, panel * PANEL);
+    finish_row(product, first + row, sums, panel);
 }
 
 #include "linear_in_place.h"

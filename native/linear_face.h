@@ -21,11 +21,14 @@ typedef struct {
     bool (*are_known)(int arithmetic, int type);
     /* Sizes and weights of a layer; false, with a ValueError, if they do not fit. */
     bool (*take_layer)(Product *product, enum arithmetic arithmetic, Py_ssize_t inputs, Py_ssize_t outputs,
-                       int activation, const Py_buffer *parts);
-    /* The norm that a product ends with; false, with a ValueError, if there is no such norm. */
-    bool (*take_norm)(Product *product, unsigned long long weight, unsigned long long bias, double least);
+                       int activation, int gated, const Py_buffer *parts);
+    /* A norm that rows end with; false, with a ValueError, if there is no such norm. */
+    bool (*take_norm)(Norm *norm, unsigned long long weight, unsigned long long bias, double least, int type,
+                      int centred);
     /* A layer, or two of them (behind: or NULL). Needs no GIL. False: there is no memory. */
     bool (*compute)(const LinearKernel *kernel, const Product *product, const Product *behind, size_t threads);
+    /* All rows of a result are ended. Needs no GIL. */
+    void (*end)(const LinearKernel *kernel, const Product *product, size_t threads);
     /* work(job) on so many threads at once. */
     void (*share)(void (*work)(void *), void *job, size_t threads);
 } LinearFace;

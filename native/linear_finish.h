@@ -43,6 +43,20 @@ INLINE void finish_panel(const Product *product, const Rows *rows, size_t first,
     }
 }
 
+/* The same of a gated layer: half a panel of the result. */
+INLINE void finish_gate(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
+                        size_t panel, enum activation activation)
+{
+    enum { HALF_PANEL = PANEL / 2 };
+    char *out = product->out + ((first + row) * product->outputs + panel * HALF_PANEL) * 2;
+#pragma GCC unroll 4
+    for (int i = 0; i < HALF_PANEL; i += LANES) {
+        vector v = result_of(product, rows, row, sums + i, panel * PANEL + i);
+        v = activation == GELU ? gelu_in_short(v) : activated(v, activation);
+        NARROW_BFLOATS(out + i * 2, v * result_of(product, rows, row, sums + HALF_PANEL + i, panel * PANEL + HALF_PANEL + i));
+    }
+}
+
 #endif
 
 /* One row of the result from its sums. */
@@ -52,7 +66,22 @@ static inline void finish(const Product *product, const Rows *rows, size_t first
     size_t column = panel * PANEL;
     float line[PANEL] __attribute__((aligned(LINE)));
 #ifdef BFLOATS
-    bool whole = product->out_type == BFLOAT16 && product->outputs - column >= PANEL;
+    if (product->gated && product->out_type == BFLOAT16 && product->outputs - panel * (PANEL / 2) >= PANEL / 2) {
+        switch (product->activation) {
+        case SILU:
+            finish_gate(product, rows, first, row, sums, panel, SILU);
+            return;
+        case GELU:
+            finish_gate(product, rows, first, row, sums, panel, GELU);
+            return;
+        case GELU_TANH:
+            finish_gate(product, rows, first, row, sums, panel, GELU_TANH);
+            return;
+        default:
+            break;
+        }
+    }
+    bool whole = !product->gated && product->out_type == BFLOAT16 && product->outputs - column >= PANEL;
     if (whole && product->activation == NONE) {
         finish_panel(product, rows, first, row, sums, column, NONE);
         return;
@@ -64,5 +93,5 @@ static inline void finish(const Product *product, const Rows *rows, size_t first
 #endif
     for (int i = 0; i < PANEL; i += LANES)
         STORE(line + i) = result_of(product, rows, row, sums + i, column + i);
-    finish_row(product, first + row, line, column);
+    finish_row(product, first + row, line, panel);
 }

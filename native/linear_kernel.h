@@ -46,11 +46,11 @@ INLINE vector activated(vector x, enum activation activation)
     }
 }
 
-INLINE void activate(float *numbers, enum activation activation)
+INLINE void activate(float *numbers, int count, enum activation activation)
 {
 #define ALL(name)                                                                                                      \
     case name:                                                                                                         \
-        for (int i = 0; i < PANEL; i += LANES)                                                                         \
+        for (int i = 0; i < count; i += LANES)                                                                         \
             STORE(numbers + i) = activated(LOAD(numbers + i), name);                                                   \
         break;
     switch (activation) {
@@ -65,12 +65,19 @@ INLINE void activate(float *numbers, enum activation activation)
 }
 
 /* One row of the result, the columns of a panel, from its sums with bias. */
-INLINE void finish_row(const Product *product, size_t row, float *line, size_t column)
+INLINE void finish_row(const Product *product, size_t row, float *line, size_t panel)
 {
     float more[PANEL] __attribute__((aligned(64)));
-    activate(line, product->activation);
-    size_t count = product->outputs - column < PANEL ? product->outputs - column : PANEL;
+    const size_t most = product->gated ? PANEL / 2 : PANEL, column = panel * most;
+    size_t count = product->outputs - column < most ? product->outputs - column : most;
     size_t bytes = item_bytes[product->out_type];
+    if (product->gated) {
+        activate(line, PANEL / 2, product->activation);
+        for (int i = 0; i < PANEL / 2; i += LANES)
+            STORE(line + i) *= LOAD(line + PANEL / 2 + i);
+    } else {
+        activate(line, PANEL, product->activation);
+    }
     if (product->add) {
         widen(product->add + row * product->add_line + column * bytes, product->out_type, count, more);
         for (size_t i = 0; i < count; i++)
@@ -91,6 +98,12 @@ INLINE void open_panel(const char *line, enum type type, size_t count, float res
         return;
     }
 #endif
+    if (type == FLOAT32 && count == PANEL) {
+#pragma GCC unroll 16
+        for (int i = 0; i < PANEL / LANES; i++)
+            out[i] = LOAD((const float *)line + LANES * i);
+        return;
+    }
     widen(line, type, count, some);
     for (size_t i = count; i < PANEL; i++)
         some[i] = rest;
@@ -118,36 +131,104 @@ INLINE float sum_apart(const char *line, enum type type, size_t count, float mea
     return total(sums[0]);
 }
 
-INLINE void normalize_rows(const Product *product, size_t first, size_t count, enum type type)
+/* A row normed, plus another one or NULL; `to` may be `from`. */
+INLINE void normalize_row(const Norm *norm, enum type type, size_t width, const char *from, const char *add, char *to)
 {
-    const Norm *norm = &product->norm;
-    const size_t bytes = item_bytes[type], width = product->outputs;
-    vector some[PANEL / LANES], weight[PANEL / LANES], bias[PANEL / LANES] = {0};
+    const size_t bytes = item_bytes[type], weight_bytes = item_bytes[norm->type];
+    vector some[PANEL / LANES], weight[PANEL / LANES], bias[PANEL / LANES] = {0}, more[PANEL / LANES] = {0};
     float result[PANEL] __attribute__((aligned(64)));
-    for (size_t row = first; row < first + count; row++) {
-        char *line = product->out + row * width * bytes;
-        float mean = sum_apart(line, type, width, 0, false) / (float)width;
-        float scale = 1 / sqrtf(sum_apart(line, type, width, mean, true) / (float)width + norm->least);
-        for (size_t at = 0; at < width; at += PANEL) {
-            size_t now = width - at < PANEL ? width - at : PANEL;
-            open_panel(line + at * bytes, type, now, 0, some);
-            open_panel(norm->weight + at * bytes, type, now, 0, weight);
-            if (norm->bias)
-                open_panel(norm->bias + at * bytes, type, now, 0, bias);
+    float mean = norm->centred ? sum_apart(from, type, width, 0, false) / (float)width : 0;
+    float scale = 1 / sqrtf(sum_apart(from, type, width, mean, true) / (float)width + norm->least);
+    for (size_t at = 0; at < width; at += PANEL) {
+        size_t now = width - at < PANEL ? width - at : PANEL;
+        open_panel(from + at * bytes, type, now, 0, some);
+        open_panel(norm->weight + at * weight_bytes, norm->type, now, 0, weight);
+        if (norm->bias)
+            open_panel(norm->bias + at * weight_bytes, norm->type, now, 0, bias);
+        if (add)
+            open_panel(add + at * bytes, type, now, 0, more);
 #pragma GCC unroll 8
-            for (int i = 0; i < PANEL / LANES; i++)
-                STORE(result + LANES * i) = (some[i] - mean) * scale * weight[i] + bias[i];
-            narrow(result, now, type, line + at * bytes);
+        for (int i = 0; i < PANEL / LANES; i++) {
+            vector v = (some[i] - mean) * scale * weight[i] + bias[i];
+            if (add)
+                v += more[i];
+            STORE(result + LANES * i) = v;
         }
+        narrow(result, now, type, to + at * bytes);
     }
 }
 
-static void normalize(const Product *product, size_t first, size_t count)
+/* One head of a row, normed and turned in place. */
+INLINE void end_head(const Heads *heads, const Norm *norm, enum type type, size_t position, char *line)
+{
+    const size_t width = heads->width, half = heads->half;
+    float numbers[MOST_WIDTH] __attribute__((aligned(64)));
+    size_t i = 0;
+    widen(line, type, width, numbers);
+    if (norm->weight) {
+        const float *weight = (const float *)norm->weight;
+        vector squares = SPLAT(0);
+        float rest = 0;
+        for (; i + LANES <= width; i += LANES)
+            squares += LOAD(numbers + i) * LOAD(numbers + i);
+        for (; i < width; i++)
+            rest += numbers[i] * numbers[i];
+        const float scale = 1 / sqrtf((total(squares) + rest) / (float)width + norm->least);
+        for (i = 0; i + LANES <= width; i += LANES)
+            STORE(numbers + i) = LOAD(numbers + i) * scale * LOAD(weight + i);
+        for (; i < width; i++)
+            numbers[i] *= scale * weight[i];
+    }
+    if (heads->cosine) {
+        const float *cosine = heads->cosine + position * half, *sine = heads->sine + position * half;
+        float *other = numbers + half;
+        for (i = 0; i + LANES <= half; i += LANES) {
+            const vector low = LOAD(numbers + i), high = LOAD(other + i), c = LOAD(cosine + i), s = LOAD(sine + i);
+            STORE(numbers + i) = low * c - high * s;
+            STORE(other + i) = high * c + low * s;
+        }
+        for (; i < half; i++) {
+            const float low = numbers[i], high = other[i];
+            numbers[i] = low * cosine[i] - high * sine[i];
+            other[i] = high * cosine[i] + low * sine[i];
+        }
+    }
+    narrow(numbers, width, type, line);
+}
+
+INLINE void end_heads(const Heads *heads, size_t row, enum type type, char *line)
+{
+    const size_t position = heads->cosine ? (size_t)heads->positions[row] : 0, bytes = heads->width * item_bytes[type];
+    const bool queries = heads->query.weight || heads->cosine, keys = heads->key.weight || heads->cosine;
+    for (size_t head = 0; queries && head < heads->queries; head++)
+        end_head(heads, &heads->query, type, position, line + head * bytes);
+    for (size_t head = heads->queries; keys && head < heads->queries + heads->keys; head++)
+        end_head(heads, &heads->key, type, position, line + head * bytes);
+}
+
+INLINE void end_rows(const Product *product, size_t first, size_t count, enum type type)
+{
+    const size_t width = product->outputs, bytes = width * item_bytes[type];
+    for (size_t row = first; row < first + count; row++) {
+        char *line = product->out + row * bytes;
+        if (product->inner.weight)
+            normalize_row(&product->inner, type, width, line,
+                          product->late ? product->late + row * product->add_line : NULL, line);
+        if (product->norm.weight)
+            normalize_row(&product->norm, type, width, line, NULL, line);
+        if (product->next.weight)
+            normalize_row(&product->next, type, width, line, NULL, product->ahead + row * bytes);
+        if (product->heads)
+            end_heads(product->heads, row, type, line);
+    }
+}
+
+static void end(const Product *product, size_t first, size_t count)
 {
     if (product->out_type == BFLOAT16)
-        normalize_rows(product, first, count, BFLOAT16);
+        end_rows(product, first, count, BFLOAT16);
     else
-        normalize_rows(product, first, count, FLOAT32);
+        end_rows(product, first, count, FLOAT32);
 }
 
 /* How many of `left` rows are next, of ROWS at most, so that all groups are about as large. */

@@ -64,6 +64,8 @@ typedef struct Job {
     const int64_t *asked;               /* queries of each sequence: those of all fresh rows, or some of them */
     const int32_t *positions, *sources; /* or NULL */
     size_t batch, heads, most;          /* most: keys of a sequence */
+    size_t shares; /* heads of queries that share a head of keys and values */
+    bool causal;   /* a query sees keys up to its own position */
 
     Format record;
     const uint64_t *stored[2], *scales[2]; /* addresses of each sequence, or NULL */
@@ -93,7 +95,7 @@ typedef struct Job {
 typedef struct {
     Task task;
     const Job *job;
-    size_t sequence, head;
+    size_t sequence, head; /* head: of keys and values */
     char *row, *ring; /* [HELD][2][BLOCK] rows */
 } RowTask;
 
@@ -233,12 +235,13 @@ static void attend_task(const Job *job, size_t number, char *scratch)
                             .count = left < job->tile ? left : job->tile,
                             .like = fresh_of(job, low) == keys ? keys : queries_of(job, low),
                             .last = keys,
+                            .causal = job->causal,
                             .locate = locate_block,
                             .splits = 1,
                             .distances = job->distances ? job->distances + head : NULL},
                    .job = job,
                    .sequence = low,
-                   .head = head,
+                   .head = head / job->shares,
                    .row = scratch + job->kernel_bytes + job->query_bytes,
                    .ring = scratch + job->kernel_bytes + job->query_bytes + job->row_bytes};
     Task *task = &own.task;
@@ -246,7 +249,7 @@ static void attend_task(const Job *job, size_t number, char *scratch)
         const size_t row = (size_t)job->asked[low] + first + r, position = position_of(job, low, first + r);
         queries[r] = (Query){.query = job->query.data + (ptrdiff_t)row * job->query.line + head * bytes,
                              .output = job->output.data + (ptrdiff_t)row * job->output.line + head * bytes,
-                             .reach = keys,
+                             .reach = job->causal ? position + 1 : keys,
                              .position = (ptrdiff_t)position};
         if (job->table)
             queries[r].bias = (const char *)(job->table + head * job->table_line + job->table_span - 1 - position);
@@ -256,6 +259,8 @@ static void attend_task(const Job *job, size_t number, char *scratch)
         task->first = begin < job->window ? 0 : (begin - job->window + 1) / STRIDE * STRIDE;
         task->last = keys - end < job->window ? keys : end + job->window;
     }
+    if (job->causal)
+        task->last = queries[task->count - 1].reach;
     job->kernel->attend(&job->attention, task, scratch);
 }
 
@@ -417,11 +422,11 @@ PyDoc_STRVAR(
     "Attend over packed sequences. Called by attmemo.kernels.row_attention, which has made sure that the addresses are\n"
     "those of living tensors with these sizes. Types are 0 float32, 1 float16, 2 bfloat16; lines are in bytes; address 0\n"
     "and an empty buffer stand for none.\n\n"
-    "tensors: queries, keys, values, output, each (address, line). sizes: (type, queries, fresh rows, keys, heads,\n"
-    "width). layout: (starts, key_starts, positions, sources, asked). stored: (keys, values, rows, key_scales,\n"
+    "tensors: queries, keys, values, output, each (address, line). sizes: (type, queries, fresh rows, keys, heads, heads\n"
+    "of keys and values, width). layout: (starts, key_starts, positions, sources, asked). stored: (keys, values, rows, key_scales,\n"
     "value_scales, type, bits, line, line of scales). turn: (cos, sin, span, half), addresses. table: (address, span,\n"
     "line in numbers, window). distances: (keys, line, queries, line, rows, buckets, span). flags: (scale, threads,\n"
-    "isa).\n\n"
+    "isa, causal).\n\n"
     "Raises ValueError before anything is written, or MemoryError.");
 
 enum { STARTS, KEY_STARTS, POSITIONS, SOURCES, ASKED, KEYS, VALUES, COUNTS, KEY_SCALES, VALUE_SCALES, BUCKETS, BUFFERS };
@@ -448,19 +453,20 @@ static RowCall *read_call(PyObject *args)
         return (RowCall *)PyErr_NoMemory();
     Py_buffer *at = call->at;
     unsigned long long data[4], cosine, sine, table, distance_keys, distance_queries;
-    Py_ssize_t line[4], rows, fresh, keys, heads, width, stored_line, scale_line, turn_span, half, table_span, table_line;
+    Py_ssize_t line[4], rows, fresh, keys, heads, key_heads, width, stored_line, scale_line, turn_span, half, table_span, table_line;
     Py_ssize_t window, key_line, query_line, distance_rows, distance_span, threads;
-    int type, stored_type, bits;
+    int type, stored_type, bits, causal;
     float scale;
     const char *isa;
     if (!PyArg_ParseTuple(args,
-                          "((Kn)(Kn)(Kn)(Kn))(innnnn)(y*y*y*y*y*)(y*y*y*y*y*iinn)(KKnn)(Knnn)(KnKnny*n)(fns):attend",
+                          "((Kn)(Kn)(Kn)(Kn))(innnnnn)(y*y*y*y*y*)(y*y*y*y*y*iinn)(KKnn)(Knnn)(KnKnny*n)(fnsp):attend",
                           &data[0], &line[0], &data[1], &line[1], &data[2], &line[2], &data[3], &line[3], &type, &rows,
-                          &fresh, &keys, &heads, &width, &at[STARTS], &at[KEY_STARTS], &at[POSITIONS], &at[SOURCES],
+                          &fresh, &keys, &heads, &key_heads, &width, &at[STARTS], &at[KEY_STARTS], &at[POSITIONS], &at[SOURCES],
                           &at[ASKED], &at[KEYS], &at[VALUES], &at[COUNTS], &at[KEY_SCALES], &at[VALUE_SCALES],
                           &stored_type, &bits, &stored_line, &scale_line, &cosine, &sine, &turn_span, &half, &table,
                           &table_span, &table_line, &window, &distance_keys, &key_line, &distance_queries, &query_line,
-                          &distance_rows, &at[BUCKETS], &distance_span, &scale, &threads, &isa)) {
+                          &distance_rows, &at[BUCKETS], &distance_span, &scale, &threads, &isa,
+                          &causal)) {
         free(call); /* what was held is given back already */
         return NULL;
     }
@@ -472,7 +478,7 @@ static RowCall *read_call(PyObject *args)
     if (is_fine(kernel != NULL, "this processor has no such instruction set") &&
         is_fine(type >= 0 && type < TYPES && stored_type >= 0 && stored_type < TYPES && (bits == 0 || bits == 8),
                 "there is no such type") &&
-        is_fine(heads > 0 && heads < MOST && width > 0 && width < MOST && rows >= 0 && rows < INT32_MAX &&
+        is_fine(heads > 0 && heads < MOST && key_heads > 0 && heads % key_heads == 0 && width > 0 && width < MOST && rows >= 0 && rows < INT32_MAX &&
                     fresh >= 0 && fresh < INT32_MAX && keys >= 0 && threads > 0 && window >= 0 && turn_span >= 0 &&
                     half >= 0 && 2 * half <= width &&
                     table_span >= 0 && table_span < MOST && table_line >= 0 && stored_line >= 0 && scale_line >= 0 &&
@@ -526,6 +532,8 @@ static RowCall *read_call(PyObject *args)
                    .sources = at[SOURCES].len ? at[SOURCES].buf : NULL,
                    .batch = batch,
                    .heads = (size_t)heads,
+                   .shares = (size_t)(heads / key_heads),
+                   .causal = causal != 0,
                    .record = {.type = (enum type)stored_type,
                               .bits = bits,
                               .scale_type = FLOAT32,

@@ -11,7 +11,7 @@ from attmemo.cli.options import Json, Quiet
 from attmemo.wording import counted
 
 _NEXT = "docs/own-family.md says how to add a family"
-_BLOCKS, _MAPS = ["none", "rows", "maps"], ["maps"]  # what memoize takes as reuse=, with packed blocks and without
+_MODES = ["none", "rows", "maps"]  # what memoize takes as reuse=
 _PROVEN = "memoize proves it on the weights"
 
 
@@ -35,14 +35,14 @@ def families(
             found: dict[str, Any] = {"families": [
                 {
                     "family": it.family, "models": list(it.models), "attends_to": sees[it.causal],
-                    "reuse": _MAPS if type(it).blocks is Adapter.blocks else _BLOCKS, "limits": it.limits,
+                    "reuse": _modes(type(it).blocks is not Adapter.blocks, not it.causal), "limits": it.limits,
                 }
                 for it in ADAPTERS
             ]}  # fmt: skip
             rows = [
                 (
                     row["family"], ", ".join(row["models"]), row["attends_to"],
-                    *("yes" if mode in row["reuse"] else "no" for mode in _BLOCKS), row["limits"] or "-",
+                    *("yes" if mode in row["reuse"] else "no" for mode in _MODES), row["limits"] or "-",
                 )
                 for row in found["families"]
             ]  # fmt: skip
@@ -62,7 +62,8 @@ def families(
                 modes = {"none": "exact (packed blocks)", "rows": "rows", "maps": "maps"}
                 out.say(f"  works: {', '.join(modes[mode] for mode in found['reuse'])}")
                 if found["no_rows"]:
-                    out.say(f"  no packed blocks, so no rows: {found['no_rows']}")
+                    why = "no rows" if "none" in found["reuse"] else "no packed blocks, so no rows"
+                    out.say(f"  {why}: {found['no_rows']}")
             else:
                 out.say(f"{about}: not supported: {found['reason']}")
                 out.say(f"  Next: {_NEXT}")
@@ -99,9 +100,14 @@ def _look_at(name: str) -> dict[str, Any]:
     except UnsupportedModelError as error:
         return about | {"supported": False, "reason": error.what.rstrip(".")}
     blocks = find_blocks(adapter, bare)
-    no_rows = blocks if isinstance(blocks, str) else None
+    no_rows = blocks if isinstance(blocks, str) else blocks.no_rows
     return about | {
-        "reuse": _BLOCKS if no_rows is None else _MAPS, "no_rows": no_rows,
+        "reuse": _modes(not isinstance(blocks, str), no_rows is None), "no_rows": no_rows,
         "supported": True, "known_by": f"structure; {_PROVEN}", "family": adapter.family,
         "mask_kind": adapter.mask_kind, "layers": len(sites), "heads": adapter.shape(sites[0].module)[0],
     }  # fmt: skip
+
+
+def _modes(blocks: bool, rows: bool) -> list[str]:
+    """What a family can do, with packed blocks and without, and with rows that may serve them."""
+    return [mode for mode in _MODES if mode == "maps" or (blocks and (rows or mode != "rows"))]

@@ -13,6 +13,7 @@ from torch import nn
 
 from attmemo.forward.engine import Engine, is_exporting
 from attmemo.models import Site
+from attmemo.models.cache_name import cache_of
 
 _LOG = logging.getLogger("attmemo")
 
@@ -62,11 +63,17 @@ class Hook(ABC):
 
 
 class ModelHook(Hook):
-    """Tells the engine where a forward of the model begins and ends; callers of `model.forward` run no torch hooks."""
+    """Tells the engine where a forward of the model begins and ends; callers of `model.forward` run no torch hooks.
+
+    Packed blocks fill no key-value cache. A decoder's configuration asks for one in every call: here only calls that
+    ask for one themselves get one.
+    """
 
     def __init__(self, owner: object, engine: Engine, model: nn.Module) -> None:
         super().__init__(owner, model)
-        self._begin = _naming(engine.begin_forward, model, tuple(inspect.signature(self.__wrapped__).parameters))
+        names = tuple(inspect.signature(self.__wrapped__).parameters)
+        self._use_cache = names.index("use_cache") if engine.reuse.whole and "use_cache" in names else None
+        self._begin = _naming(engine.begin_forward, model, names)
         self._end = engine.end_forward
         self._begin_unseen, self._end_unseen = _unseen(self._begin), _unseen(self._end)
 
@@ -74,6 +81,9 @@ class ModelHook(Hook):
         compiled = torch.compiler.is_compiling()
         if not self.active or (compiled and is_exporting()):
             return self.__wrapped__(*args, **kwargs)
+        unasked = self._use_cache is not None and len(args) <= self._use_cache and kwargs.get("use_cache") is None
+        if unasked and cache_of(kwargs) is None:
+            kwargs["use_cache"] = False
         (self._begin_unseen if compiled else self._begin)(args, kwargs)
         try:
             return self.__wrapped__(*args, **kwargs)

@@ -353,6 +353,11 @@ def blocks_of(encoder: nn.Module, adapter: Adapter, reuse: str) -> Blocks:
             "reuse='maps' with a database of maps; attmemo families lists what each family can do",
         )
     assert not isinstance(found, str)
+    if reuse == "rows" and found.no_rows is not None:
+        raise UnsupportedModelError(
+            f"reuse='rows' cannot serve {type(encoder).__name__}: {found.no_rows}.",
+            "reuse='none': its blocks run without padding, exactly",
+        )
     width = found.heads * found.width
     size = getattr(adapter.host(encoder).config, "hidden_size", width)
     if reuse == "rows" and width != size:  # heads were taken out of every layer

@@ -4,7 +4,7 @@ import numpy.typing as npt
 
 Buffer = npt.NDArray[Any] | bytes
 Weights = tuple[Buffer, Buffer, Buffer, Buffer]
-Norm = tuple[int, int, float]
+Norm = tuple[int, int, float, int, bool]
 
 face: object
 
@@ -12,7 +12,7 @@ def multiply(
     x: tuple[int, int],
     add: tuple[int, int],
     out: int,
-    sizes: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, bool],
     weights: Weights,
     norm: Norm,
     flags: tuple[int, int, str],
@@ -22,7 +22,7 @@ def feed(
     x: tuple[int, int],
     add: tuple[int, int],
     out: int,
-    sizes: tuple[int, int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int, bool],
     weights: Weights,
     behind: Weights,
     norm: Norm,

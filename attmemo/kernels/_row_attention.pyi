@@ -9,13 +9,13 @@ face: object
 
 def attend(
     tensors: tuple[Lines, Lines, Lines, Lines],
-    sizes: tuple[int, int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int, int],
     layout: tuple[Buffer, Buffer, Buffer, Buffer, Buffer],
     stored: tuple[Buffer, Buffer, Buffer, Buffer, Buffer, int, int, int, int],
     turn: tuple[int, int, int, int],
     table: tuple[int, int, int, int],
     distances: tuple[int, int, int, int, int, Buffer, int],
-    flags: tuple[float, int, str],
+    flags: tuple[float, int, str, bool],
     /,
 ) -> None: ...
 def use_team(path: str, /) -> bool: ...

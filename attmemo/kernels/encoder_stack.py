@@ -1,46 +1,77 @@
-"""Blocks with norms behind them, one behind the other, in one native call: `native/chain.c`.
+"""Blocks of a model, one behind the other, in one native call: `native/chain.c`.
 
-Its oracle is the same blocks as calls of their layers and of `attend`: the numbers are the same, bit by bit.
+Its oracle is the same blocks as calls of their layers and of `attend`: where norms stand behind the layers alone, the
+numbers are the same, bit by bit.
 
 WHAT IT GAINS.  The five calls of a block take 0.2 ms to ask for, whatever they compute, and each of them waits for the
-interpreter lock.
+interpreter lock. Norms, gates and rotations of heads have no passes of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attmemo.kernels import _chain as native
-from attmemo.kernels.packed_weights import PANEL, Panels
-from attmemo.kernels.row_attention import Attend, Disentangled, Layout, Stored
+from attmemo.kernels.norms import Norm
+from attmemo.kernels.packed_weights import NO_NORM, PANEL, Panels
+from attmemo.kernels.row_attention import Attend, Disentangled, Layout, Stored, Turn
 from attmemo.kernels.row_sinks import Copies
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of each position from 0 on, float32 ``[positions, half]``."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One block. All layers are of one kind; of the norms each stands behind the layer before it."""
+    """One block. All layers are of one kind; each norm may be missing.
+
+    Attributes
+    ----------
+    qkv, out, up, down : Panels
+        Layers for Q, K and V, behind attention, and of the feed-forward part.
+    before, before_feed : Norm or None
+        Of what goes into attention, and into the feed-forward part. The residual goes by it.
+    inner, inner_feed : Norm or None
+        Of what `out` and `down` give, before the residual is added.
+    behind, behind_feed : Norm or None
+        Of the sum with the residual.
+    query, key : Norm or None
+        Of each head.
+    kind : str or None
+        Which angles turn queries and keys; None: none do.
+    window : int or None
+        As in `attend`.
+    """
 
     qkv: Panels
     out: Panels
-    norm: nn.LayerNorm
     up: Panels
     down: Panels
-    last_norm: nn.LayerNorm
+    before: Norm | None = None
+    inner: Norm | None = None
+    behind: Norm | None = None
+    before_feed: Norm | None = None
+    inner_feed: Norm | None = None
+    behind_feed: Norm | None = None
+    query: Norm | None = None
+    key: Norm | None = None
+    kind: str | None = None
+    window: int | None = None
 
     @property
-    def layers(self) -> tuple[tuple[Panels, nn.LayerNorm | None], ...]:
-        return (self.qkv, None), (self.out, self.norm), (self.up, None), (self.down, self.last_norm)
+    def layers(self) -> tuple[Panels, ...]:
+        return self.qkv, self.out, self.up, self.down
 
 
 class Chain:
-    """Blocks of an encoder, for inference. Several threads may call one instance.
+    """Blocks of a model, for inference. Several threads may call one instance.
 
     Parameters
     ----------
@@ -48,6 +79,10 @@ class Chain:
         Weights of norms are copied: those of a model may move.
     heads, width : int
         Heads of the attention, and numbers of each.
+    key_heads : int, optional
+        Heads of K and V, where several of Q share one. None: as many.
+    causal : bool
+        As in `attend`.
     isa : str
         Of the linear layers, as in `Panels`.
 
@@ -57,36 +92,61 @@ class Chain:
         The layers do not fit each other.
     """
 
-    def __init__(self, links: Sequence[Link], heads: int, width: int, isa: str = "") -> None:
-        layers = [pair for link in links for pair in link.layers]
+    def __init__(
+        self, links: Sequence[Link], heads: int, width: int, key_heads: int | None = None, *, causal: bool = False,
+        isa: str = "",
+    ) -> None:  # fmt: skip
+        layers = [layer for link in links for layer in link.layers]
         first = links[0].up
-        if len({(type(layer), layer.dtype) for layer, _ in layers}) != 1:
+        if len({(type(layer), layer.dtype) for layer in layers}) != 1:
             raise ValueError("all layers must be of one kind and type")
         if links[0].out.inputs != heads * width:
             raise ValueError(f"{heads} heads of {width} numbers do not fit a layer with {links[0].out.inputs} inputs")
-        self._links, self._up, self._heads = tuple(links), first, heads
+        self._links, self._up, self._heads, self._causal = tuple(links), first, heads, causal
+        key_heads = heads if key_heads is None else key_heads
+        self._size, self._key_size = heads * width, key_heads * width
+        self._kinds = list(dict.fromkeys(link.kind for link in links if link.kind is not None))
         self._norms: list[Tensor] = []
+        nexts = [*(link.before for link in links[1:]), None]
         self._native = native.prepare(
+            self._copied(links[0].before, first.inputs),
             tuple(
-                (layer.inputs, layer.outputs, layer.kind[1], layer.weights, self._copied(layer, norm))
-                for layer, norm in layers
+                (
+                    (
+                        heads, key_heads, width, self._copied(link.query, width), self._copied(link.key, width),
+                        -1 if link.kind is None else self._kinds.index(link.kind),
+                    ),
+                    self._layer(link.qkv),
+                    self._layer(link.out, link.inner, link.behind, link.before_feed),
+                    self._layer(link.up),
+                    self._layer(link.down, link.inner_feed, link.behind_feed, following),
+                )
+                for link, following in zip(links, nexts, strict=True)
             ),
             (first.arithmetic, first.kind[0], isa),
-        )
+        )  # fmt: skip
 
-    def _copied(self, layer: Panels, norm: nn.LayerNorm | None) -> tuple[int, int, float]:
-        """What `layer.norm_of` gives, of a copy that stays where it is."""
-        weight, bias, eps = layer.norm_of(norm)
+    def _layer(
+        self, layer: Panels, inner: Norm | None = None, behind: Norm | None = None, following: Norm | None = None
+    ) -> Any:
+        norms = tuple([self._copied(norm, layer.outputs) for norm in (inner, behind, following)])
+        return layer.inputs, layer.outputs, layer.kind[1], layer.gated, layer.weights, norms
+
+    def _copied(self, norm: Norm | None, width: int) -> tuple[int, int, float, int, bool]:
+        """A norm of rows of this width as native code has it, of a copy in float32 that stays where it is."""
         if norm is None:
-            return weight, bias, eps
-        parts = [None if part is None else part.detach().clone() for part in (norm.weight, norm.bias)]
+            return NO_NORM
+        if len(norm.weight) != width:
+            raise ValueError(f"a norm of {len(norm.weight)} numbers does not fit rows of {width}")
+        parts = [None if part is None else part.detach().clone().float() for part in (norm.weight, norm.bias)]
         self._norms += [part for part in parts if part is not None]
         weight, bias = (0 if part is None else part.data_ptr() for part in parts)
-        return weight, bias, eps
+        return weight, bias, norm.eps, 0, norm.centred
 
     def __call__(
         self, hidden: Tensor, layout: Layout, *, scale: float, table: Tensor | None = None,
-        stored: Callable[[int], Stored | None] | None = None,
+        angles: Mapping[str, Angles] | None = None, stored: Callable[[int], Stored | None] | None = None,
+        turn: Callable[[str], Turn | None] | None = None,
         disentangled: Callable[[int], Disentangled | None] | None = None, keep: Copies | None = None,
         asked: npt.NDArray[np.int64] | None = None, threads: int | None = None,
     ) -> Tensor:  # fmt: skip
@@ -96,10 +156,14 @@ class Chain:
         ----------
         layout, scale, table
             As in `attend`, of all blocks.
+        angles
+            Of each kind of the links, for every position.
         stored, disentangled : callable
             Give for the number of a block what `attend` gets. None: nothing.
+        turn : callable
+            Gives for a kind how far keys of records are turned. None: they are not.
         keep : Copies
-            Gets K and V ``[N, heads * width]`` of each block, and the result.
+            Gets K and V ``[N, key_heads * width]`` of each block, and the result.
         asked : int64 [W]
             The rows that the result has; they rise. Of the others the last block computes K and V. None: all.
         threads : int, optional
@@ -112,40 +176,81 @@ class Chain:
         """
         up, threads = self._up, torch.get_num_threads() if threads is None else threads
         hidden = up.rows_of(hidden)
-        rows, size = len(hidden), self._links[0].out.inputs
+        if self._links[0].before is not None:
+            hidden = hidden.contiguous()
+        rows, size, key_size = len(hidden), self._size, self._key_size
         some = rows if asked is None else len(asked)  # of the result
-        count = 1 if stored is None and disentangled is None else len(self._links)
-        part = hidden.new_empty(rows, 3 * size)  # Q, K and V of one block after the other
-        queries, keys, values = part[:, :size], part[:, size : 2 * size], part[:, 2 * size :]
-        context, mixed, after = [hidden.new_empty(rows, width) for width in (size, up.inputs, up.inputs)]
+        part = hidden.new_empty(rows, size + 2 * key_size)  # Q, K and V of one block after the other
+        queries, keys, values = part.split([size, key_size, key_size], 1)
+        context, mixed, after, normed = [hidden.new_empty(rows, n) for n in (size, up.inputs, up.inputs, up.inputs)]
         middle = hidden.new_empty(rows, up.outputs) if up.are_two_calls(rows, threads) else None
+
+        shared = stored is None and disentangled is None
+
+        def given(number: int) -> dict[str, Any]:
+            link = self._links[number]
+            return {
+                "window": link.window,
+                "stored": None if stored is None else stored(number),
+                "turn": None if turn is None or stored is None or link.kind is None else turn(link.kind),
+                "disentangled": None if disentangled is None else disentangled(number),
+            }
+
+        made: dict[tuple[int | None, str | None], Attend] = {}
         calls: list[Attend] = []
-        for number in range(count):
-            records = None if stored is None else stored(number)
-            terms = None if disentangled is None else disentangled(number)
-            calls.append(calls[0].of(records, terms) if calls else Attend(
-                queries, keys, values, self._heads, layout, scale=scale, table=table, out=context, threads=threads,
-                stored=records, disentangled=terms,
-            ))  # fmt: skip
+        for number, link in enumerate(self._links):
+            alike = link.window, None if turn is None else link.kind
+            base = made.get(alike)
+            if base is None:
+                base = made[alike] = Attend(
+                    queries, keys, values, self._heads, layout, scale=scale, table=table, causal=self._causal,
+                    out=context, threads=threads, **given(number),
+                )  # fmt: skip
+            elif not shared:
+                base = base.of(*(None if give is None else give(number) for give in (stored, disentangled)))
+            calls.append(base)
+        if shared and len(made) == 1:
+            calls = calls[:1]
+        positions = _positions(layout) if self._kinds else np.zeros(0, np.int32)
+        turns = [(angles or {})[kind] for kind in self._kinds]
         ending: Any = None
         if asked is not None:
             picked, wanted = hidden.new_empty(some, up.inputs), hidden.new_empty(some, size)
-            number, apart = len(self._links) - 1, size % PANEL == 0
+            apart = size % PANEL == 0
             if apart:  # of the last block K and V alone
-                pair = part.view(-1)[: 2 * size * rows].view(rows, 2 * size)
-                keys, values = pair[:, :size], pair[:, size:]
-            last = Attend(
-                wanted, keys, values, self._heads, layout.asking(asked), scale=scale, table=table, out=context[:some],
-                threads=threads, stored=None if stored is None else stored(number),
-                disentangled=None if disentangled is None else disentangled(number),
+                pair = part.view(-1)[: 2 * key_size * rows].view(rows, 2 * key_size)
+                keys, values = pair[:, :key_size], pair[:, key_size:]
+            attends = Attend(
+                wanted, keys, values, self._heads, layout.asking(asked), scale=scale, table=table,
+                causal=self._causal, out=context[:some], threads=threads, **given(len(self._links) - 1),
             )  # fmt: skip
             between = hidden.new_empty(some, up.outputs) if up.are_two_calls(some, threads) else None
             addresses = (0 if t is None else t.data_ptr() for t in (picked, wanted, between))
-            ending = asked, *addresses, apart, last.arguments
-        copies = () if keep is None else keep.addresses(len(self._links), size, after[:some], asked)
-        ways: Any = tuple([0 if t is None else t.data_ptr() for t in (context, mixed, middle, after)])
+            own = positions[asked] if self._kinds else positions
+            ending = asked, own, *addresses, apart, attends.arguments
+        copies = () if keep is None else keep.addresses(len(self._links), key_size, after[:some], asked)
+        ways: Any = tuple([0 if t is None else t.data_ptr() for t in (context, mixed, middle, after, normed)])
         native.run(
             self._native, (hidden.data_ptr(), hidden.stride(0) * hidden.itemsize, rows), part.data_ptr(),
-            tuple([call.arguments for call in calls]), ending, copies, ways, threads,
+            (positions, tuple([_turns(*pair) for pair in turns])), tuple([call.arguments for call in calls]), ending,
+            copies, ways, threads,
         )  # fmt: skip
         return after[:some]
+
+
+def _positions(layout: Layout) -> npt.NDArray[np.int32]:
+    """Of each row, in its sequence."""
+    if layout.positions is not None:
+        return layout.positions
+    starts = layout.starts
+    found: npt.NDArray[np.int32] = (np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))).astype(np.int32)
+    return found
+
+
+def _turns(cosine: Tensor, sine: Tensor) -> tuple[int, int, int, int]:
+    """Angles as native code has them."""
+    if cosine.dtype != torch.float32 or not cosine.is_contiguous() or cosine.shape != sine.shape:
+        raise ValueError(f"angles are float32 of one shape, without gaps, not {cosine.dtype} {tuple(cosine.shape)}")
+    if sine.dtype != torch.float32 or not sine.is_contiguous():
+        raise ValueError(f"sines are float32 without gaps, not {sine.dtype}")
+    return cosine.data_ptr(), sine.data_ptr(), cosine.shape[1], cosine.shape[0]

@@ -236,21 +236,36 @@ def sample(width: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(1.0, _CHECKED * width + 1).mul_(1.618).sin_().view(_CHECKED, width).to(dtype)
 
 
-def agrees(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, add: Tensor | None) -> bool:
-    """Whether `y` is the layer on `x`, up to rounding."""
-    if y.shape != (len(x), len(weight)) or y.dtype != x.dtype or y.layout != torch.strided:
+def agrees(
+    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, add: Tensor | None,
+    gated: bool = False,
+) -> bool:  # fmt: skip
+    """Whether `y` is the layer on `x`, up to rounding.
+
+    `gated`: the first half of the columns is activated, and multiplied by the other half.
+    """
+    if y.shape != (len(x), len(weight) // (2 if gated else 1)) or y.dtype != x.dtype or y.layout != torch.strided:
         return False
     x, weight = x.float(), weight.float()
     bias = None if bias is None else bias.float()
     line = F.linear(x, weight, bias)
-    exact = AFTER[activation](line.clone())
+    other, wrong = torch.ones(()), weight.shape[1] * 2**-23 * _sizes(x, weight, bias)
+    if gated:
+        line, other = line.chunk(2, 1)
+        wrong, more = wrong.chunk(2, 1)
+        wrong = other.abs() * wrong + (line.abs() + wrong) * more
+    exact = AFTER[activation](line.clone()) * other
     if add is not None:
         exact += add
     # Two roundings to `dtype` on the way, of numbers no larger than these (the slope of GELU is at most 1.13), and
     # those of a float32 sum in any order. A number in a wrong place is off by a hundred times as much.
-    bound = 2 * torch.finfo(y.dtype).eps * (line.abs() + exact.abs())
-    bound += weight.shape[1] * 2**-23 * F.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
+    bound = 2 * torch.finfo(y.dtype).eps * ((line * other).abs() + exact.abs()) + wrong
     return bool(((y.float() - exact).abs() <= bound).all())
+
+
+def _sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Sums of the sizes of what a layer sums."""
+    return F.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
 
 
 def _lengthened(x: Tensor, rows: int) -> Tensor:

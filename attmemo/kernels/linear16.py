@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, sample, stacked
-from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Panels, Weights, lengthened
+from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Panels, Weights, columns_of
 
 _EMPTY = np.zeros(0, np.float32)
 _MUCH = 8 << 20  # bytes between two layers: fewer stay in a cache anyway, and larger chunks of rows want fewer weights
@@ -53,15 +53,17 @@ class Linear16(Panels):
 
     arithmetic: ClassVar[int] = 2
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-        self.outputs, self.inputs = weight.shape
-        self.dtype, self.activation = weight.dtype, activation
-        columns = -(-self.outputs // PANEL) * PANEL
-        bias = lengthened(weight.new_zeros(0) if bias is None else bias, columns).float()
-        self.weights: Weights = _in_tiles(weight, columns).view(torch.int16).numpy(), _EMPTY, bias.numpy(), _EMPTY
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, gated: bool = False) -> None:
+        self.outputs, self.inputs = len(weight) // (2 if gated else 1), weight.shape[1]
+        self.dtype, self.activation, self.gated = weight.dtype, activation, gated
+        bias = columns_of(weight.new_zeros(len(weight)) if bias is None else bias, gated).float()
+        tiles = _in_tiles(columns_of(weight, gated)).view(torch.int16)
+        self.weights: Weights = tiles.numpy(), _EMPTY, bias.numpy(), _EMPTY
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none") -> Linear16:
+    def of(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none", gated: bool = False
+    ) -> Linear16:
         """Prepare the layer whose weight is `weights` stacked, such as those of Q, K and V.
 
         Parameters
@@ -72,6 +74,8 @@ class Linear16(Panels):
             One for each weight, ``[out]``. None is zeros.
         activation : str
             One of `attmemo.kernels.linear.ACTIVATIONS`: "gelu" is the exact one.
+        gated : bool
+            Whether the first half of the columns is activated, and multiplied by the other half.
 
         Raises
         ------
@@ -84,12 +88,13 @@ class Linear16(Panels):
         if weights[0].dtype != torch.bfloat16 or weights[0].shape[1] > MOST_INPUTS:
             raise ValueError(f"weights are bfloat16 with at most {MOST_INPUTS} inputs, not {weights[0].dtype}")
         with torch.inference_mode(False), torch.no_grad():
-            return cls(*stacked(weights, biases), activation)
+            return cls(*stacked(weights, biases), activation, gated)
 
     @classmethod
     def where_it_pays(
-        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none"
-    ) -> Linear16 | None:
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none",
+        gated: bool = False,
+    ) -> Linear16 | None:  # fmt: skip
         """The layer, if the tensors are bfloat16 and the processor has instructions that the kernel was made for.
 
         It is compared with torch on a few rows; None also if it differs.
@@ -98,19 +103,18 @@ class Linear16(Panels):
             return None
         if weights[0].dtype != torch.bfloat16 or weights[0].shape[1] > MOST_INPUTS:
             return None
-        layer = cls.of(weights, biases, activation)
+        layer = cls.of(weights, biases, activation, gated)
         with torch.no_grad():
             x = sample(layer.inputs, layer.dtype)
-            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None) else None
+            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None, gated) else None
 
     def are_two_calls(self, rows: int, threads: int) -> bool:
         return rows * self.outputs * self.dtype.itemsize < _MUCH
 
 
-def _in_tiles(weight: Tensor, columns: int) -> Tensor:
-    """``[columns / 64, 2, inputs / 32, 2, 16, 16, 2]``, what is missing filled with zeros: see native/linear.h."""
-    outputs, inputs = weight.shape
-    deep = LINE // weight.itemsize
-    weight = F.pad(weight, (0, -inputs % deep, 0, columns - outputs))
+def _in_tiles(weight: Tensor) -> Tensor:
+    """``[columns / 64, 2, inputs / 32, 2, 16, 16, 2]``, missing inputs filled with zeros: see native/linear.h."""
+    columns, inputs = weight.shape
+    weight = F.pad(weight, (0, -inputs % (LINE // weight.itemsize)))
     halves = weight.view(columns // PANEL, 2, 2, _SIDE, -1, _SIDE, 2)  # panel, half, tile, column, step, pair, input
     return halves.permute(0, 1, 4, 2, 5, 3, 6).contiguous()

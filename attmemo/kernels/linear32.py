@@ -22,11 +22,10 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, sample, stacked
-from attmemo.kernels.packed_weights import MOST_INPUTS, PANEL, Panels, Weights, lengthened
+from attmemo.kernels.packed_weights import MOST_INPUTS, PANEL, Panels, Weights, columns_of
 
 _EMPTY = np.zeros(0, np.float32)
 
@@ -36,16 +35,17 @@ class Linear32(Panels):
 
     arithmetic: ClassVar[int] = 0
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-        self.outputs, self.inputs = weight.shape
-        self.dtype, self.activation = weight.dtype, activation
-        columns = -(-self.outputs // PANEL) * PANEL
-        panels = F.pad(weight, (0, 0, 0, columns - self.outputs)).view(-1, PANEL, self.inputs).transpose(1, 2)
-        bias = lengthened(weight.new_zeros(0) if bias is None else bias, columns)
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, gated: bool = False) -> None:
+        self.outputs, self.inputs = len(weight) // (2 if gated else 1), weight.shape[1]
+        self.dtype, self.activation, self.gated = weight.dtype, activation, gated
+        panels = columns_of(weight, gated).view(-1, PANEL, self.inputs).transpose(1, 2)
+        bias = columns_of(weight.new_zeros(len(weight)) if bias is None else bias, gated)
         self.weights: Weights = panels.contiguous().numpy(), _EMPTY, bias.numpy(), _EMPTY
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none") -> Linear32:
+    def of(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none", gated: bool = False
+    ) -> Linear32:
         """Prepare the layer whose weight is `weights` stacked, such as those of Q, K and V.
 
         Parameters
@@ -56,6 +56,8 @@ class Linear32(Panels):
             One for each weight, ``[out]``. None is zeros.
         activation : str
             One of `attmemo.kernels.linear.ACTIVATIONS`: "gelu" is the exact one.
+        gated : bool
+            Whether the first half of the columns is activated, and multiplied by the other half.
 
         Raises
         ------
@@ -68,12 +70,13 @@ class Linear32(Panels):
         if weights[0].dtype != torch.float32 or weights[0].shape[1] > MOST_INPUTS:
             raise ValueError(f"weights are float32 with at most {MOST_INPUTS} inputs, not {weights[0].dtype}")
         with torch.inference_mode(False), torch.no_grad():
-            return cls(*stacked(weights, biases), activation)
+            return cls(*stacked(weights, biases), activation, gated)
 
     @classmethod
     def where_it_pays(
-        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none"
-    ) -> Linear32 | None:
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none",
+        gated: bool = False,
+    ) -> Linear32 | None:  # fmt: skip
         """The layer, if the tensors are float32 and the processor has instructions that the kernel was made for.
 
         It is compared with torch on a few rows; None also if it differs.
@@ -82,7 +85,7 @@ class Linear32(Panels):
             return None
         if weights[0].dtype != torch.float32 or weights[0].shape[1] > MOST_INPUTS:
             return None
-        layer = cls.of(weights, biases, activation)
+        layer = cls.of(weights, biases, activation, gated)
         with torch.no_grad():
             x = sample(layer.inputs, layer.dtype)
-            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None) else None
+            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None, gated) else None

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attmemo.kernels.linear import ACTIVATIONS, AFTER, check_parts, stacked
-from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Numbers, Panels, Weights, lengthened
+from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Numbers, Panels, Weights, columns_of
 
 LinearName = Literal["exact", "int8"]
 """Arithmetic of linear layers: `Linear` or `Linear8`."""
@@ -30,18 +30,19 @@ class Linear8(Panels):
 
     arithmetic: ClassVar[int] = 1
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-        self.outputs, self.inputs = weight.shape
-        self.dtype, self.activation = weight.dtype, activation
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, gated: bool = False) -> None:
+        self.outputs, self.inputs = len(weight) // (2 if gated else 1), weight.shape[1]
+        self.dtype, self.activation, self.gated = weight.dtype, activation, gated
         codes, scales = rounded(weight)
-        columns = -(-self.outputs // PANEL) * PANEL
-        parts = [lengthened(part, columns) for part in (
-            scales, scales.new_zeros(0) if bias is None else bias.detach().float(), codes.sum(1, dtype=torch.int32)
-        )]  # fmt: skip
-        self.weights: Weights = _in_panels(codes, columns), parts[0].numpy(), parts[1].numpy(), parts[2].numpy()
+        bias = scales.new_zeros(len(weight)) if bias is None else bias.detach().float()
+        codes, scales, bias = (columns_of(part, gated) for part in (codes, scales, bias))
+        sums = codes.sum(1, dtype=torch.int32)
+        self.weights: Weights = _in_panels(codes), scales.numpy(), bias.numpy(), sums.numpy()
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none") -> Linear8:
+    def of(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none", gated: bool = False
+    ) -> Linear8:
         """Prepare the layer whose weight is `weights` stacked, such as those of Q, K and V.
 
         Parameters
@@ -52,6 +53,8 @@ class Linear8(Panels):
             One for each weight, ``[out]``. None is zeros.
         activation : str
             One of `attmemo.kernels.linear.ACTIVATIONS`: "gelu" is the exact one.
+        gated : bool
+            Whether the first half of the columns is activated, and multiplied by the other half.
 
         Raises
         ------
@@ -66,7 +69,7 @@ class Linear8(Panels):
         if weights[0].shape[1] > MOST_INPUTS:
             raise ValueError(f"8-bit layers have at most {MOST_INPUTS} inputs, not {weights[0].shape[1]}")
         with torch.inference_mode(False), torch.no_grad():
-            return cls(*stacked(weights, biases), activation)
+            return cls(*stacked(weights, biases), activation, gated)
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +84,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def linear8_in_torch(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none",
-    add: Tensor | None = None,
+    add: Tensor | None = None, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """The same layer in torch, in the type of `x`: slow, and equal but for the rounding of float32."""
     weight, bias = stacked(weights, biases)
@@ -99,15 +102,18 @@ def linear8_in_torch(
     line = sums.float() * (torch.where(finite, scale, torch.nan) * scales)
     if bias is not None:
         line += bias.float()
-    line = AFTER[activation](line)
+    if gated:
+        line, other = line.chunk(2, 1)
+        line = AFTER[activation](line.contiguous()) * other
+    else:
+        line = AFTER[activation](line)
     if add is not None:
         line += add.float()
     return line.to(x.dtype)
 
 
-def _in_panels(codes: Tensor, columns: int) -> Numbers:
-    """``[columns / 64, inputs / 4, 64, 4]``, what is missing filled with zeros."""
-    outputs, inputs = codes.shape
-    codes = F.pad(codes, (0, -inputs % LINE, 0, columns - outputs))
+def _in_panels(codes: Tensor) -> Numbers:
+    """``[columns / 64, inputs / 4, 64, 4]``, missing inputs filled with zeros."""
+    codes = F.pad(codes, (0, -codes.shape[1] % LINE))
     panels = codes.view(-1, PANEL, codes.shape[1] // 4, 4).transpose(1, 2).contiguous()
     return panels.numpy()

@@ -21,6 +21,7 @@ _FEW: Final = 48  # rows: threads share columns then, not rows, or each of them 
 Numbers = np.ndarray[Any, Any]
 Weights = tuple[Numbers, Numbers, Numbers, Numbers]  # panels, scales, bias, sums
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 2}  # as `enum type` has them
+NO_NORM: Final = (0, 0, 0.0, 0, True)
 
 join_torch(native.use_team)
 
@@ -39,6 +40,8 @@ class Panels:
         Of weights, rows and result.
     activation : str
         One of `attmemo.kernels.linear.ACTIVATIONS`.
+    gated : bool
+        Whether the first half of the layer is activated, and multiplied by the other half: ``[N, outputs]``.
     nbytes : int
         Bytes that this layer keeps beside the tensors it was made from.
     """
@@ -48,6 +51,7 @@ class Panels:
     outputs: int
     dtype: torch.dtype
     activation: str
+    gated: bool
     weights: Weights
 
     @classmethod
@@ -74,9 +78,9 @@ class Panels:
         return rows < _FEW and threads > 1 and self.dtype == torch.float32
 
     @property
-    def kind(self) -> tuple[int, int]:
-        """Type and activation, as native code has them."""
-        return _TYPES[self.dtype], ACTIVATIONS.index(self.activation)
+    def kind(self) -> tuple[int, int, bool]:
+        """Type, activation, and whether it is gated, as native code has them."""
+        return _TYPES[self.dtype], ACTIVATIONS.index(self.activation), self.gated
 
     def takes(self, norm: Any) -> bool:
         """Whether `norm` is a layer norm that a call can end with."""
@@ -90,13 +94,14 @@ class Panels:
             and part.is_contiguous() and part.device.type == "cpu"
         )  # fmt: skip
 
-    def norm_of(self, norm: nn.LayerNorm | None) -> tuple[int, int, float]:
+    def norm_of(self, norm: nn.LayerNorm | None) -> tuple[int, int, float, int, bool]:
         """A norm that a call ends with, as native code has it. ValueError: this layer does not take it."""
         if norm is None:
-            return 0, 0, 0.0
+            return NO_NORM
         if not self.takes(norm):
             raise ValueError(f"the norm must be a LayerNorm of {self.outputs} numbers of {self.dtype}, not {norm}")
-        return norm.weight.data_ptr(), 0 if norm.bias is None else norm.bias.data_ptr(), norm.eps
+        bias = 0 if norm.bias is None else norm.bias.data_ptr()
+        return norm.weight.data_ptr(), bias, norm.eps, _TYPES[self.dtype], True
 
     def rows_of(self, x: Tensor) -> Tensor:
         """`x`, or a copy whose rows have no gaps inside; ValueError if `x` is not ``[N, inputs]`` for this layer."""
@@ -139,8 +144,8 @@ class Panels:
                 f"the second layer must be a {type(self).__name__} of {self.dtype} [N, {self.outputs}], not "
                 f"a {type(behind).__name__} of {behind.dtype} [N, {behind.inputs}]"
             )
-        if behind.activation != "none":
-            raise ValueError(f"the second layer must have no activation, not {behind.activation!r}")
+        if behind.activation != "none" or behind.gated:
+            raise ValueError(f"the second layer must have no activation and no gate, not {behind.activation!r}")
         check_rows(x, self.inputs, self.dtype, add, behind.outputs)
         threads = torch.get_num_threads() if threads is None else threads
         if self.are_two_calls(len(x), threads):
@@ -156,9 +161,16 @@ class Panels:
         return out
 
 
-def lengthened(part: Tensor, columns: int) -> Tensor:
-    """One number for each column, with zeros for those that fill the last panel."""
-    return F.pad(part, (0, columns - len(part))).contiguous()
+def columns_of(weight: Tensor, gated: bool) -> Tensor:
+    """A weight ``[out, in]``, or a bias ``[out]``, with as many columns as whole panels have, in the panels' order.
+
+    Of a gated layer, half of a panel are columns that are activated, half those that they are multiplied by.
+    """
+    half = PANEL // 2 if gated else PANEL
+    parts = weight.view(2 if gated else 1, -1, *weight.shape[1:])
+    parts = F.pad(parts, (*[0, 0] * (weight.dim() - 1), 0, -parts.shape[1] % half))
+    turned = parts.view(len(parts), -1, half, *weight.shape[1:]).transpose(0, 1)
+    return turned.reshape(-1, *weight.shape[1:])
 
 
 def _lines(x: Tensor) -> tuple[int, int]:

@@ -141,6 +141,7 @@ def attend(
     table: Tensor | None = None,
     window: int | None = None,
     disentangled: Disentangled | None = None,
+    causal: bool = False,
     out: Tensor | None = None,
     threads: int | None = None,
     isa: str = "",
@@ -150,8 +151,8 @@ def attend(
     Parameters
     ----------
     queries, keys, values
-        Fresh rows, ``[N, H * D]`` on the CPU, of one type: float32, bfloat16 or float16. Rows may lie apart. Queries
-        are ``[W, H * D]``: those that the layout asks for.
+        Fresh rows, ``[N, G * D]`` on the CPU, of one type: float32, bfloat16 or float16. Rows may lie apart. Queries
+        are ``[W, H * D]``: those that the layout asks for. H is a multiple of G: head h reads head ``h // (H / G)``.
     scale
         Products of queries and keys, and those of `disentangled`, are multiplied with it.
     stored, turn
@@ -160,6 +161,8 @@ def attend(
         float32 ``[H or 1, 2 * span - 1]``, added to the scores: ``span - 1 + position of the key - of the query``.
     window
         Keys are seen whose position differs by less than this. None: all are.
+    causal
+        Keys behind the query's own position are not seen.
     out
         Where the result is written; it shares no memory with what is read. None: a new tensor.
     threads
@@ -178,7 +181,7 @@ def attend(
         out = torch.empty(queries.shape, dtype=queries.dtype)
     call = Attend(
         queries, keys, values, heads, layout, scale=scale, stored=stored, turn=turn, table=table, window=window,
-        disentangled=disentangled, out=out, threads=threads, isa=isa,
+        disentangled=disentangled, causal=causal, out=out, threads=threads, isa=isa,
     )  # fmt: skip
     native.attend(*call.arguments)
     return out
@@ -196,7 +199,8 @@ class Attend:
     def __init__(
         self, queries: Tensor, keys: Tensor, values: Tensor, heads: int, layout: Layout, *, scale: float, out: Tensor,
         stored: Stored | None = None, turn: Turn | None = None, table: Tensor | None = None,
-        window: int | None = None, disentangled: Disentangled | None = None, threads: int | None = None, isa: str = "",
+        window: int | None = None, disentangled: Disentangled | None = None, causal: bool = False,
+        threads: int | None = None, isa: str = "",
     ) -> None:  # fmt: skip
         _check(queries, keys, values, heads, out)
         if len(layout.key_starts) == 0:
@@ -206,11 +210,15 @@ class Attend:
         turns = None if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
         added = None if table is None else table.contiguous()
         relative, distances = _distances(disentangled, queries)
-        self._queries, self._heads = queries, heads
+        width = columns // heads
+        self._queries, self._columns, self._key_heads = queries, keys.shape[1], keys.shape[1] // width
         self._alive: Any = (queries, keys, values, out, layout, stored, turns, added, relative)
         self.arguments: Any = (
             tuple([(t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)]),
-            (_TYPES[queries.dtype], len(queries), len(keys), int(layout.key_starts[-1]), heads, columns // heads),
+            (
+                _TYPES[queries.dtype], len(queries), len(keys), int(layout.key_starts[-1]), heads, self._key_heads,
+                width,
+            ),
             (
                 _array(layout.starts, np.int64),
                 _array(layout.key_starts, np.int64),
@@ -218,11 +226,11 @@ class Attend:
                 _array(layout.sources, np.int32),
                 _array(layout.asked, np.int64),
             ),
-            _NOT_STORED if stored is None else _records(stored, columns, heads),
+            _NOT_STORED if stored is None else _records(stored, keys.shape[1], self._key_heads),
             _NOT_TURNED if turns is None else _turns(turns),
             _table(added, window, heads),
             distances,
-            (scale, torch.get_num_threads() if threads is None else threads, isa),
+            (scale, torch.get_num_threads() if threads is None else threads, isa, causal),
         )
 
     def of(self, stored: Stored | None, disentangled: Disentangled | None) -> Attend:
@@ -230,7 +238,7 @@ class Attend:
         other = copy.copy(self)
         relative, distances = _distances(disentangled, self._queries)
         other._alive = self._alive, stored, relative
-        records = _NOT_STORED if stored is None else _records(stored, self._queries.shape[1], self._heads)
+        records = _NOT_STORED if stored is None else _records(stored, self._columns, self._key_heads)
         arguments = list(self.arguments)
         arguments[_RECORDS], arguments[_DISTANCES] = records, distances
         other.arguments = tuple(arguments)
@@ -255,6 +263,7 @@ def attend_plain(
     table: Tensor | None = None,
     window: int | None = None,
     disentangled: Disentangled | None = None,
+    causal: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """`attend` in plain torch, one sequence after the other. Everything is computed, and returned, in `dtype`.
@@ -262,6 +271,7 @@ def attend_plain(
     Rows of records become numbers of the queries' type first, as in the kernel. The layout is not checked.
     """
     width = queries.shape[1] // heads
+    shares = queries.shape[1] // keys.shape[1]
     out = torch.zeros(queries.shape, dtype=dtype)
     asked = layout.starts if layout.asked is None else layout.asked
     for b in range(len(layout.starts) - 1):
@@ -272,9 +282,12 @@ def attend_plain(
         key, value = keys[fresh], values[fresh]
         if layout.sources is not None:
             sources = torch.from_numpy(layout.sources[layout.key_starts[b] : layout.key_starts[b + 1]]).long()
-            key, value = (_sourced(plane, sources, b, heads, stored, turn, k) for plane, k in ((keys, 0), (values, 1)))
+            key, value = (
+                _sourced(plane, sources, b, heads // shares, stored, turn, k) for plane, k in ((keys, 0), (values, 1))
+            )
         positions = torch.arange(length) if layout.positions is None else torch.from_numpy(layout.positions[rows])
-        query, key, value = (t.to(dtype).view(len(t), heads, width) for t in (queries[rows], key, value))
+        query, key, value = (t.to(dtype).view(len(t), -1, width) for t in (queries[rows], key, value))
+        key, value = (t.repeat_interleave(shares, 1) for t in (key, value))
         distance = positions.long()[:, None] - torch.arange(length)  # [i, j]
         scores = torch.einsum("ihd,jhd->hij", query, key)
         if disentangled is not None:
@@ -291,6 +304,8 @@ def attend_plain(
             scores = scores + table.to(dtype)[:, table.shape[1] // 2 - distance]
         if window is not None:
             scores = scores.masked_fill(distance.abs() >= window, -torch.inf)
+        if causal:
+            scores = scores.masked_fill(distance < 0, -torch.inf)
         out[rows] = torch.einsum("hij,jhd->ihd", torch.softmax(scores, -1), value).flatten(1)
     return out
 
@@ -344,11 +359,19 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, heads: int, out: Tenso
         if tensor is None:
             continue
         expected = queries if name == "out" else keys if name == "values" else None
-        fits = queries.shape[1:] == tensor.shape[1:] if expected is None else tensor.shape == expected.shape
+        fits = _shares(queries, tensor, heads) if expected is None else tensor.shape == expected.shape
         if not fits or tensor.dtype != queries.dtype:
             raise ValueError(f"{name} {tuple(tensor.shape)} {tensor.dtype} do not fit the queries")
         if tensor.device.type != "cpu" or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
             raise ValueError(f"{name} must be on the CPU, with neighbouring numbers in a row")
+
+
+def _shares(queries: Tensor, keys: Tensor, heads: int) -> bool:
+    """Whether the keys have the queries' heads, or fewer that are shared by as many queries each."""
+    columns, width = queries.shape[1], queries.shape[1] // heads
+    if width == 0 or keys.dim() != 2 or keys.shape[1] == 0:
+        return False
+    return keys.shape[1] % width == 0 and columns % keys.shape[1] == 0
 
 
 def _array(array: npt.NDArray[Any] | None, dtype: type) -> npt.NDArray[Any] | bytes:

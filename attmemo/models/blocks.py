@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from attmemo.kernels.norms import is_norm
 from attmemo.kernels.row_attention import Disentangled
 from attmemo.models.base import Adapter, Call
 from attmemo.models.cache_name import NEW, OLD, cache_of
@@ -32,8 +33,8 @@ _HARMLESS = frozenset({
 class Block:
     """One block: attention with its residual, then the feed-forward layer with its residual.
 
-    Each of the four norms may be missing (None): before and behind attention, before and behind the feed-forward
-    layer.
+    Each of the norms may be missing (None): before attention, of what it gives (`inner`), and of the sum with the
+    residual (`behind`); the same three of the feed-forward layer; those of each head of Q and K.
     """
 
     module: nn.Module
@@ -47,6 +48,10 @@ class Block:
     down: nn.Module
     before_feed: nn.Module | None
     behind_feed: nn.Module | None
+    inner: nn.Module | None = None
+    inner_feed: nn.Module | None = None
+    query: nn.Module | None = None
+    key: nn.Module | None = None
     window: int | None = None  # a token sees tokens less than this far away
     kind: str = ""  # of layers with different rotary positions
 
@@ -56,7 +61,8 @@ class Block:
 
     @property
     def norms(self) -> tuple[nn.Module | None, ...]:
-        return self.before, self.behind, self.before_feed, self.behind_feed
+        feed = self.before_feed, self.inner_feed, self.behind_feed
+        return self.before, self.inner, self.behind, *feed, self.query, self.key
 
 
 class Blocks:
@@ -73,20 +79,24 @@ class Blocks:
     scale : float
         Factor of a product of query and key.
     followers : sequence of nn.Module
+    key_heads : int, optional
+        Heads of K and V, where several of Q share one. None: as many.
     """
 
     parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")  # given by position
     rotary: ClassVar[bool] = False  # K is stored rotated by its position
     relative: bool = False  # positions enter by distances between tokens alone
     added_norm: nn.Module | None = None  # behind what `added` gives
+    causal: bool = False  # a token sees itself and those before
     output: type[Any] = tuple  # class of what `module` returns, if it holds all blocks; known once it was run
 
     def __init__(
         self, module: nn.Module, blocks: Sequence[Block], heads: int, width: int, scale: float,
-        followers: Sequence[nn.Module] = (),
+        followers: Sequence[nn.Module] = (), key_heads: int | None = None,
     ) -> None:  # fmt: skip
         self.module, self.blocks, self.followers = module, tuple(blocks), tuple(followers)
         self.heads, self.width, self.scale = heads, width, scale
+        self.key_heads = heads if key_heads is None else key_heads
 
     @property
     def nbytes(self) -> int:
@@ -105,11 +115,21 @@ class Blocks:
                 if not is_linear(linear):
                     return f"block {number} has a {type(linear).__qualname__} in place of a linear layer"
             for norm in block.norms:
-                if not _is_norm(norm):
+                if norm is not None and not is_norm(norm):
                     return f"block {number} has a {type(norm).__qualname__} in place of a layer norm"
-        if not _is_norm(self.added_norm):
+            for norm in (block.query, block.key):
+                if norm is not None and norm.weight.shape != (self.width,):
+                    return f"block {number} has norms of Q and K that are not those of a head"
+        if self.added_norm is not None and type(self.added_norm) is not nn.LayerNorm:
             return f"behind its first block is a {type(self.added_norm).__qualname__} in place of a layer norm"
         return None
+
+    @property
+    def no_rows(self) -> str | None:
+        """Why rows of records cannot serve these blocks; None if they can."""
+        if self.causal:
+            return "its blocks are causal"
+        return "several heads of Q share one of K and V" if self.key_heads != self.heads else None
 
     # -- a call of the stack
 
@@ -121,18 +141,22 @@ class Blocks:
         hidden = given.get("hidden_states")
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return "hidden states are not [batch, length, hidden]"
-        for name in ("output_attentions", "use_cache"):
-            if given.get(name):
-                return name
         if cache_of(given) is not None:  # an empty one too: it is there to be filled
             return "a key-value cache is in use"
+        # A block that is asked for a cache, and given none, has nothing to fill.
+        for name in ("output_attentions", *(["use_cache"] if self.whole else [])):
+            if given.get(name):
+                return name
         for name, value in given.items():
             if name not in _HARMLESS and value is not None and value is not False:
                 return f"the argument {name}"
         return Call(hidden, given.get("attention_mask"), None, given)
 
     def spans(self, mask: Any, batch: int, length: int) -> Spans | None:
-        """Where valid tokens lie; None if the mask is not plain padding on the right."""
+        """Where valid tokens lie; None if the mask is not plain padding on the right.
+
+        Padding may be on the left where positions are rotary: only their distances count.
+        """
         if isinstance(mask, Tensor) and mask.dim() == 2:
             valid = mask != 0
             if mask.shape != (batch, length) or not torch.equal(valid.to(mask.dtype), mask):
@@ -141,8 +165,8 @@ class Blocks:
         elif adds_booleans(self.module, mask):
             return None
         else:
-            spans = read_mask(mask, batch, length, window=self.mask_window)
-        return None if spans is None or spans.left else spans
+            spans = read_mask(mask, batch, length, self.causal, self.mask_window)
+        return None if spans is not None and spans.left and not self.rotary else spans
 
     @property
     def whole(self) -> bool:
@@ -184,29 +208,30 @@ class Blocks:
         return None
 
 
-def _is_norm(norm: nn.Module | None) -> bool:
-    return norm is None or type(norm) is nn.LayerNorm
-
-
 class RotaryBlocks(Blocks):
     """Blocks that the model itself calls one after the other; queries and keys are rotated by their positions.
 
     Parameters
     ----------
     host : nn.Module
-        The model that calls the blocks; its ``rotary_emb`` computes the angles.
+        The model that calls the blocks; its ``rotary_emb`` computes the angles, for blocks of a kind those of it.
+    scale : float, optional
+        Default: one by the root of the width.
     """
 
     rotary = True
     relative = True
 
-    def __init__(self, host: Any, blocks: Sequence[Block], heads: int, width: int) -> None:
+    def __init__(
+        self, host: Any, blocks: Sequence[Block], heads: int, width: int, *, scale: float | None = None,
+        key_heads: int | None = None, causal: bool = False,
+    ) -> None:  # fmt: skip
         first, *others = (block.module for block in blocks)
-        super().__init__(first, blocks, heads, width, width**-0.5, others)
-        self.host = host
+        super().__init__(first, blocks, heads, width, width**-0.5 if scale is None else scale, others, key_heads)
+        self.host, self.causal = host, causal
 
     def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cosine, sine = self.host.rotary_emb(torch.empty(0, dtype=dtype), positions[None])
+        cosine, sine = self.host.rotary_emb(torch.empty(0, dtype=dtype), positions[None], *([kind] if kind else []))
         return cosine[0], sine[0]
 
 

@@ -11,7 +11,9 @@ import sys
 from torch import Tensor, nn
 
 from attmemo.models.base import Adapter, Call, takes
+from attmemo.models.blocks import Blocks
 from attmemo.models.cache_name import CACHE_NAME
+from attmemo.models.gated import gated_blocks
 
 
 class LlamaAdapter(Adapter):
@@ -47,6 +49,9 @@ class LlamaAdapter(Adapter):
         default = getattr(config, "sliding_window", None) if always else None
         window = getattr(module, "sliding_window", default)
         return None if window is None else int(window)
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        return gated_blocks(self, model, causal=True)
 
     def key(self, module: nn.Module, call: Call) -> Tensor:
         keys = super().key(module, call)

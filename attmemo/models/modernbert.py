@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -66,12 +65,4 @@ class ModernBertAdapter(Adapter):
                 )
             )  # fmt: skip
         heads, width = self.shape(host.layers[0].attn)
-        return ModernBertBlocks(host, found, heads, width)
-
-
-class ModernBertBlocks(RotaryBlocks):
-    """Blocks with rotary positions of two kinds: in layers with a window, and in layers without."""
-
-    def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cosine, sine = self.host.rotary_emb(torch.empty(0, dtype=dtype), positions[None], kind)
-        return cosine[0], sine[0]
+        return RotaryBlocks(host, found, heads, width)

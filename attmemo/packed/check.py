@@ -40,8 +40,9 @@ def check_layers(packed: Packed) -> None:
         parts: list[Any] = list(modules)
         with torch.no_grad():
             expected = linear8_in_torch(
-                x, [part.weight for part in parts], [part.bias for part in parts], layer.activation
-            )
+                x, [part.weight for part in parts], [part.bias for part in parts], layer.activation,
+                gated=layer.gated,
+            )  # fmt: skip
         worst, allowed = difference(layer(x), expected), _LINEAR8[packed.dtype]
         if not worst <= allowed:
             raise AdapterCheckError(

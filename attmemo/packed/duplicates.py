@@ -40,7 +40,9 @@ class Twins:
         return cls(np.arange(batch), np.ones(batch, np.bool_))
 
     @classmethod
-    def of(cls, hidden: Tensor, lengths: Sequence[int], kinds: Sequence[Hashable] | None = None) -> Twins:
+    def of(
+        cls, hidden: Tensor, lengths: Sequence[int], kinds: Sequence[Hashable] | None = None, *, left: bool = False
+    ) -> Twins:
         """The twins of a batch.
 
         Parameters
@@ -48,9 +50,11 @@ class Twins:
         hidden : Tensor
             Embedded rows, ``[B, L, H]``.
         lengths : sequence of int
-            Valid tokens of each sequence, on the left; at least 1.
+            Valid tokens of each sequence, at least 1.
         kinds : sequence, optional
             What twins have in common beside their rows, ``[B]``: how a record serves them.
+        left : bool
+            Whether padding is on the left of them.
         """
         found = cls.none(len(lengths))
         if len(lengths) < 2:
@@ -59,13 +63,14 @@ class Twins:
         whole = (hidden if hidden.stride(-1) == 1 else hidden.contiguous()).view(torch.uint8).numpy()
         marks = np.ascontiguousarray(whole[:, :, : _LOOKED_AT * hidden.itemsize])
         for place, n in enumerate(lengths):
-            kind = marks[place, :n].tobytes(), None if kinds is None else kinds[place]
+            own = slice(whole.shape[1] - n, None) if left else slice(n)
+            kind = marks[place, own].tobytes(), None if kinds is None else kinds[place]
             alike = firsts.get(kind)
             if alike is None:
                 firsts[kind] = [place]
                 continue
             for first in alike:
-                if np.array_equal(whole[place, :n], whole[first, :n]):
+                if np.array_equal(whole[place, own], whole[first, own]):
                     found.firsts[place], found.own[place] = first, False
                     break
             else:

@@ -29,6 +29,7 @@ from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
+from attmemo.kernels.norms import norm_of
 from attmemo.kernels.packed_weights import Panels
 from attmemo.kernels.pages import Slab
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
@@ -61,7 +62,7 @@ class Packed:
 
     def __init__(self, blocks: Blocks, dtype: torch.dtype, linear: LinearName = "exact") -> None:
         self.blocks, self.dtype, self.linear = blocks, dtype, linear
-        self._layers = [_Layer(block, linear) for block in blocks.blocks]
+        self._layers = [_Layer(block, linear, blocks.rotary) for block in blocks.blocks]
         self._on_grid = dtype == torch.bfloat16 and any(isinstance(linear, Linear) for _, linear, _ in self.linears)
         self._spans: dict[int, Positions] = {}
         panels = [ready for _, ready, _ in self.linears if isinstance(ready, Panels)]
@@ -69,8 +70,9 @@ class Packed:
         for ready in panels:  # one by one: weights are never in memory three times
             ready.move(slab)
         links = [link for layer in self._layers if (link := layer.link) is not None]
-        whole = not blocks.rotary and len(links) == len(self._layers)
-        self._chain = Chain(links, blocks.heads, blocks.width) if whole else None  # all blocks in one call
+        self._chain: Chain | None = None  # all blocks in one call
+        if len(links) == len(self._layers):
+            self._chain = Chain(links, blocks.heads, blocks.width, blocks.key_heads, causal=blocks.causal)
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +115,8 @@ class Packed:
         if self._chain is not None and added is None:
             known = self.positions(longest)
             return self._chain(
-                hidden, layout, scale=self.blocks.scale, table=known.table, stored=fetch, keep=keep, asked=asked,
+                hidden, layout, scale=self.blocks.scale, table=known.table, angles=known.angles, stored=fetch,
+                turn=known.turn if self.blocks.rotary else None, keep=keep, asked=asked,
                 disentangled=known.disentangled if known.is_disentangled else None,
             )  # fmt: skip
         run = grid_rows(rows) if self._on_grid else rows
@@ -142,11 +145,14 @@ class Packed:
         layer, blocks, rows = self._layers[number], self.blocks, int(layout.starts[-1])
         block = layer.block
         projected = layer.qkv(_norm(block.before, hidden))
-        size = blocks.heads * blocks.width
-        queries, keys, values = projected[:, :size], projected[:, size : 2 * size], projected[:, 2 * size :]
+        size, key_size = blocks.heads * blocks.width, blocks.key_heads * blocks.width
+        queries, keys, values = projected.tensor_split((size, size + key_size), 1)
+        for heads, norm in ((queries, block.query), (keys, block.key)):
+            if norm is not None:
+                heads.copy_(_norm(norm, heads.reshape(len(heads), -1, blocks.width)).flatten(1))
         turned = angles.of(block.kind)
         if turned is not None:
-            _rotate(projected[:rows, : 2 * size], *turned, blocks.width)
+            _rotate(projected[:rows, : size + key_size], *turned, blocks.width)
         if keep is not None:
             keep(number, keys[:rows], values[:rows])
         queries, given = queries[:rows], layout
@@ -158,13 +164,13 @@ class Packed:
         attend(
             queries, keys[:rows], values[:rows], blocks.heads, given, out=context[: len(queries)],
             scale=blocks.scale, stored=stored, turn=known.turn(block.kind) if stored is not None else None,
-            table=known.table, window=block.window, disentangled=known.disentangled(number),
+            table=known.table, window=block.window, disentangled=known.disentangled(number), causal=blocks.causal,
         )  # fmt: skip
         hidden = layer.mixed(context, hidden)
         if layer.feed is not None:
             return layer.feed(_norm(block.before_feed, hidden), hidden)
         inner = layer.up(_norm(block.before_feed, hidden))
-        if block.gated:
+        if layer.gates:
             half = inner.shape[1] // 2
             inner = layer.activate(inner[:, :half]).mul_(inner[:, half:])
         elif layer.activates:
@@ -183,32 +189,39 @@ class Packed:
 class _Layer:
     """The linear layers of one block."""
 
-    def __init__(self, block: Block, linear: LinearName) -> None:
-        self.block = block
+    def __init__(self, block: Block, linear: LinearName, rotary: bool) -> None:
+        self.block, self._rotary = block, rotary
         name = _ACTIVATIONS.get(type(block.activation).__name__)
-        fused = name if name is not None and not block.gated and all(map(is_plain, block.up)) else "none"
-        self.activates = fused == "none"  # the activation is a step of its own
         self.activate = block.activation
         self.qkv, self.out = _ready(block.qkv, linear), _ready((block.out,), linear)
-        self.up, self.down = _ready(block.up, linear, fused), _ready((block.down,), linear)
-        self.mixed, self.left = _normed(self.out, block.behind), _normed(self.down, block.behind_feed)
+        self.down = _ready((block.down,), linear)
+        gated = None if name is None or not block.gated else _gated(block.up, linear, name)
+        fused = name if name is not None and not block.gated and all(map(is_plain, block.up)) else "none"
+        self.up = _ready(block.up, linear, fused) if gated is None else gated
+        # Gate and activation are steps of their own.
+        self.gates, self.activates = block.gated and gated is None, gated is None and fused == "none"
+        self.mixed = _normed(self.out, block.inner, block.behind)
+        self.left = _normed(self.down, block.inner_feed, block.behind_feed)
         self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # both in one call
         if isinstance(self.up, Panels) and type(self.down) is type(self.up) and not self.activates:
-            self.feed = _normed(partial(self.up.feed, self.down), block.behind_feed, self.down)
+            self.feed = _normed(partial(self.up.feed, self.down), block.inner_feed, block.behind_feed, self.down)
 
     @property
     def link(self) -> Link | None:
         """The block as a part of a chain, if nothing is between its five calls that is not in them."""
-        block, norms = self.block, (self.block.behind, self.block.behind_feed)
-        if self.feed is None or block.kind or block.window or block.before or block.before_feed:
-            return None
-        kind = type(self.up)
+        block, kind = self.block, type(self.up)
         parts = [part for part in (self.qkv, self.out, self.up, self.down) if isinstance(part, Panels)]
-        if any(type(part) is not kind for part in parts) or len(parts) != 4:
+        if self.feed is None or any(type(part) is not kind for part in parts) or len(parts) != 4:
             return None
+        norms = [None if norm is None else norm_of(norm) for norm in block.norms]
+        if any(norm is None and given is not None for norm, given in zip(norms, block.norms, strict=True)):
+            return None
+        before, inner, behind, before_feed, inner_feed, behind_feed, query, key = norms
         qkv, out, up, down = parts
-        taken = [norm for norm in norms if isinstance(norm, nn.LayerNorm) and down.takes(norm)]
-        return Link(qkv, out, taken[0], up, down, taken[1]) if len(taken) == 2 else None
+        return Link(
+            qkv, out, up, down, before, inner, behind, before_feed, inner_feed, behind_feed, query, key,
+            block.kind if self._rotary else None, block.window,
+        )  # fmt: skip
 
     @property
     def linears(self) -> list[tuple[Ready, tuple[nn.Module, ...]]]:
@@ -246,9 +259,27 @@ def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str =
     return Called(modules)
 
 
-def _normed(layer: Callable[..., Tensor], norm: Any, last: Any = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The layer with a residual and the norm behind: in one call if the last of the layers takes the norm."""
+def _gated(modules: tuple[nn.Module, ...], linear: LinearName, activation: str) -> Panels | None:
+    """The layer with its gate in one call; None if there is no such layer."""
+    if not all(map(is_plain, modules)):
+        return None
+    weights: list[Any] = [module.weight for module in modules]
+    biases: list[Any] = [module.bias for module in modules]
+    if linear == "int8":
+        return Linear8.of(weights, biases, activation, True)
+    found = (own.where_it_pays(weights, biases, activation, True) for own in (Linear32, Linear16))
+    return next((layer for layer in found if layer is not None), None)
+
+
+def _normed(
+    layer: Callable[..., Tensor], inner: Any, norm: Any, last: Any = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The layer with a residual and the norms in front of it and behind: in one call if the last of the layers takes
+    the one behind.
+    """
     last = layer if last is None else last
+    if inner is not None:
+        return lambda x, add: _norm(norm, _norm(inner, layer(x)).add_(add))
     if isinstance(last, Panels) and last.takes(norm):
         return lambda x, add: layer(x, add, norm)
     return lambda x, add: _norm(norm, layer(x, add))
@@ -264,6 +295,16 @@ class Positions:
             self._terms = [blocks.disentangled(layer, span) for layer in range(len(blocks.blocks))]
         self.is_disentangled = any(terms is not None for terms in self._terms)  # some layer has such terms
         self._turns: dict[str, Turn] = {}
+        kinds = {block.kind for block in blocks.blocks} if blocks.rotary else ()
+        self.angles = {kind: self._angles_of(kind) for kind in kinds}  # of positions from 0 on
+
+    def _angles_of(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[span, d / 2]`` in float32: both halves of a head turn by the same angles."""
+        with torch.no_grad():
+            found = self._blocks.angles(kind, torch.arange(self._span), torch.float32)
+        assert found is not None
+        cosine, sine = (part[:, : part.shape[1] // 2].float().contiguous() for part in found)
+        return cosine, sine
 
     def disentangled(self, layer: int) -> Disentangled | None:
         return self._terms[layer]
@@ -316,4 +357,7 @@ def _rotate(projected: Tensor, cosine: Tensor, sine: Tensor, width: int) -> None
 
 def _norm(norm: Any, hidden: Tensor) -> Tensor:
     """The norm of a block, or the rows themselves where the block has none there."""
+    if norm is not None and type(norm) is not nn.LayerNorm:
+        own: Tensor = norm(hidden)
+        return own
     return hidden if norm is None else layer_norm(hidden, norm.normalized_shape, norm.weight, norm.bias, norm.eps)

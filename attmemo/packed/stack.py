@@ -29,7 +29,7 @@ from attmemo.packed.duplicates import Twins
 from attmemo.packed.runner import Fetch, Packed
 
 _FORWARD = methodcaller("get", "forward")
-_ON_THE_RIGHT = "the mask is not plain padding on the right"
+ON_THE_RIGHT = "the mask is not plain padding on the right"
 
 
 Keep = Callable[[list[int], Tensor, Tensor], None]
@@ -137,7 +137,7 @@ class Stack:
         batch, padded = int(call.hidden.shape[0]), int(call.hidden.shape[1])
         spans = self.blocks.spans(call.mask, batch, padded)
         if spans is None:
-            return _ON_THE_RIGHT
+            return ON_THE_RIGHT
         if self.blocks.rotary and not consecutive(given.get("position_ids"), spans, padded):
             return "positions are not consecutive"
         return spans
@@ -160,16 +160,16 @@ class Stack:
         """Last hidden states ``[B, L, H]`` of sequences that are all computed whole, each of `twins` once."""
         start, forward.outcome = perf_counter(), NOTHING
         batch = len(spans.lengths)
-        twins = Twins.of(call.hidden, spans.lengths) if twins is None else twins
+        twins = Twins.of(call.hidden, spans.lengths, left=spans.left) if twins is None else twins
         some, lengths = twins.some, np.array(spans.lengths)
         if some:
             lengths[~twins.own] = 0
         starts = np.zeros(batch + 1, np.int64)
         np.cumsum(lengths, out=starts[1:])
-        places = places_of(lengths.tolist(), call.hidden.shape[1])
+        places = places_of(lengths.tolist(), call.hidden.shape[1], spans.left)
         keep = None if copied is None else copied(starts)
         own = np.append(starts[:-1][twins.own], starts[-1]) if some else starts
-        asked = self._asked(forward, own[:-1], keep)
+        asked = None if spans.left else self._asked(forward, own[:-1], keep)
         found = self.compute(
             call, places, Layout(own, own), max(spans.lengths), keep=keep, asked=asked, packed=forward.packed
         )
@@ -264,8 +264,12 @@ def positions_of(places: Tensor | None, batch: int, padded: int) -> Tensor:
     return every if places is None else every.index_select(0, places)
 
 
-def places_of(lengths: list[int], padded: int) -> Tensor | None:
-    """Places of valid tokens in a flat batch, int64 ``[N]``; None if there is no padding."""
+def places_of(lengths: list[int], padded: int, left: bool = False) -> Tensor | None:
+    """Places of valid tokens in a flat batch, int64 ``[N]``; None if there is no padding.
+
+    `left`: whether padding is on the left.
+    """
     if min(lengths) == padded:
         return None
-    return torch.from_numpy(np.flatnonzero(valid_places(lengths, padded)))
+    valid = valid_places(lengths, padded)
+    return torch.from_numpy(np.flatnonzero(valid[:, ::-1] if left else valid))

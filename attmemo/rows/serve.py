@@ -14,12 +14,12 @@ import logging
 from collections.abc import Mapping
 from itertools import pairwise
 from time import perf_counter
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attmemo.errors import AttmemoError
 from attmemo.forward.context import NOTHING, Forward, Outcome
@@ -32,7 +32,7 @@ from attmemo.models import Call, Site, Spans
 from attmemo.models.blocks import Blocks
 from attmemo.packed.duplicates import Twins
 from attmemo.packed.runner import Packed
-from attmemo.packed.stack import Stack, put_first
+from attmemo.packed.stack import ON_THE_RIGHT, Stack, put_first
 from attmemo.rows.candidate import Offer
 from attmemo.rows.filler import MOST_WAITING
 from attmemo.rows.layout import RowLayout
@@ -73,6 +73,10 @@ class Rows(Stack):
         size, dtype = blocks.heads * blocks.width, packed.dtype
         self._own = RowLayout(len(blocks.blocks), size, blocks.heads, (dtype, dtype))
         self._scratch = Scratch(_SCRATCH)
+
+    def spans(self, module: nn.Module, call: Call, given: Mapping[str, Any] | None) -> Spans | str:
+        found = super().spans(module, call, given)
+        return ON_THE_RIGHT if isinstance(found, Spans) and found.left else found
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, forward: Forward) -> Tensor:
         forward.outcome = NOTHING

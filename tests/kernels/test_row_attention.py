@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,45 @@ def test_stored_rows_agree_with_float64(isa: str, dtype: torch.dtype, record: to
         batch = Batch(LENGTHS, 2, 32, dtype, fresh, record)
         call = batch.make() | extras(extra, batch)
         assert error(attend(**call, isa=isa), expect(call)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shares", [1, 2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("fresh", [1.0, 0.6])
+def test_shared_heads_and_queries_that_see_none_behind_agree_with_float64(
+    isa: str, dtype: torch.dtype, shares: int, causal: bool, fresh: float
+) -> None:
+    for width, extra in ((32, "none"), (20, "window"), (32, "table in a window")):
+        # Keys, values and records of fewer heads, and queries of more.
+        batch, many = Batch([*LENGTHS, 300], 4 // shares, width, dtype, fresh), Batch([], 4, width)
+        call = batch.make() | extras(extra, many) | {"heads": 4, "causal": causal}
+        call["queries"] = torch.randn(len(call["keys"]), 4 * width).to(dtype)
+        assert error(attend(**call, isa=isa), expect(call)) <= TOLERANCE[dtype]
+        some = np.arange(0, len(call["keys"]), 3)
+        asked = call | {"layout": call["layout"].asking(some), "queries": call["queries"][some]}
+        assert error(attend(**asked, isa=isa), expect(call)[some]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_causal_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype, window: int | None) -> None:
+    batch = Batch([33, 70, 200, 5], 2, 64, dtype)
+    call = batch.make() | {"causal": True, "window": window}
+    every, starts = attend(**call, threads=1), call["layout"].starts
+    assert torch.equal(attend(**call, threads=2), every)
+    for first, stop in pairwise(starts.tolist()):
+        own = {name: call[name][first:stop] for name in ("queries", "keys", "values")}
+        alone = attend(**call | own | {"layout": Layout(*[np.array([0, stop - first])] * 2)}, threads=1)
+        assert torch.equal(alone, every[first:stop])
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    call = Batch([5], 4, 8).make()
+    for keys in (call["keys"][:, :24], call["keys"][:, :12], call["keys"][:, :0]):
+        with pytest.raises(ValueError, match="do not fit the queries"):
+            attend(**call | {"keys": keys, "values": keys})
 
 
 @pytest.mark.parametrize("isa", SETS)

@@ -25,6 +25,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 DECODER: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
+GEMMA: dict[str, Any] = DECODER | {
+    "head_dim": 12, "sliding_window": 8, "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 _GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2}
 _SEQ2SEQ: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": LAYERS, "decoder_layers": 2, "encoder_ffn_dim": 48,
@@ -205,6 +209,13 @@ FAMILIES: dict[str, Family] = {
         generates=True,
     ),
     "Qwen3": Family("llama", _make("Qwen3ForCausalLM", "Qwen3Config", **DECODER, head_dim=12), generates=True),
+    "Gemma 3": Family("llama", _make("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA), generates=True),
+    "Gemma 3, bidirectional": Family(
+        "rotary-encoder", _make("Gemma3TextModel", "Gemma3TextConfig", **GEMMA, use_bidirectional_attention=True),
+        note="as EmbeddingGemma",
+    ),
+    "EuroBERT": Family("rotary-encoder", _make("EuroBertModel", "EuroBertConfig", **DECODER, mask_token_id=3)),
+    "Jina v3": Family("rotary-encoder", _make("JinaEmbeddingsV3Model", "JinaEmbeddingsV3Config", **SIZES)),
 }  # fmt: skip
 
 
