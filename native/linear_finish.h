@@ -6,10 +6,6 @@
 
 #ifdef BFLOATS
 
-#ifndef NARROW_BFLOATS
-#define NARROW_BFLOATS(to, v) STORE_BFLOATS(to, (integers)round_bfloat16(v) >> 16)
-#endif
-
 /*
  * GELU for a result in bfloat16: to 4e-5, of which bfloat16 sees nothing, in half the operations. The normal
  * distribution's integral from 0 to x is u P(u^2) with x = 4.39 u; what is further away counts as 4.39, where the

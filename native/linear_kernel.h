@@ -196,10 +196,56 @@ INLINE void end_head(const Heads *heads, const Norm *norm, enum type type, size_
     narrow(numbers, width, type, line);
 }
 
+#ifdef BFLOATS
+
+#ifndef NARROW_BFLOATS
+#define NARROW_BFLOATS(to, v) STORE_BFLOATS(to, (integers)round_bfloat16(v) >> 16)
+#endif
+
+/* The same of a head in bfloat16, all of it turned, in whole vectors: they stay in registers. */
+INLINE void end_bfloats(const Heads *heads, const Norm *norm, size_t position, char *line)
+{
+    const size_t width = heads->width, half = heads->half;
+    const float *weight = (const float *)norm->weight;
+    const float *cosine = heads->cosine + position * half, *sine = heads->sine + position * half;
+    char *other = line + half * 2;
+    vector scale = SPLAT(1);
+    if (weight) {
+        vector low = SPLAT(0), high = SPLAT(0);
+        for (size_t i = 0; i < half; i += LANES) {
+            const vector a = (vector)BFLOATS(line + 2 * i), b = (vector)BFLOATS(other + 2 * i);
+            low += a * a;
+            high += b * b;
+        }
+        scale *= 1 / sqrtf(total(low + high) / (float)width + norm->least);
+    }
+    for (size_t i = 0; i < half; i += LANES) {
+        vector low = (vector)BFLOATS(line + 2 * i), high = (vector)BFLOATS(other + 2 * i);
+        const vector c = LOAD(cosine + i), s = LOAD(sine + i);
+        if (weight) {
+            low *= scale * LOAD(weight + i);
+            high *= scale * LOAD(weight + half + i);
+        }
+        NARROW_BFLOATS(line + 2 * i, low * c - high * s);
+        NARROW_BFLOATS(other + 2 * i, high * c + low * s);
+    }
+}
+
+#endif
+
 INLINE void end_heads(const Heads *heads, size_t row, enum type type, char *line)
 {
     const size_t position = heads->cosine ? (size_t)heads->positions[row] : 0, bytes = heads->width * item_bytes[type];
     const bool queries = heads->query.weight || heads->cosine, keys = heads->key.weight || heads->cosine;
+#ifdef BFLOATS
+    if (type == BFLOAT16 && heads->cosine && 2 * heads->half == heads->width && heads->half % LANES == 0) {
+        for (size_t head = 0; head < heads->queries; head++)
+            end_bfloats(heads, &heads->query, position, line + head * bytes);
+        for (size_t head = heads->queries; head < heads->queries + heads->keys; head++)
+            end_bfloats(heads, &heads->key, position, line + head * bytes);
+        return;
+    }
+#endif
     for (size_t head = 0; queries && head < heads->queries; head++)
         end_head(heads, &heads->query, type, position, line + head * bytes);
     for (size_t head = heads->queries; keys && head < heads->queries + heads->keys; head++)

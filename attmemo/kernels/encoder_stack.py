@@ -181,7 +181,7 @@ class Chain:
         rows, size, key_size = len(hidden), self._size, self._key_size
         some = rows if asked is None else len(asked)  # of the result
         part = hidden.new_empty(rows, size + 2 * key_size)  # Q, K and V of one block after the other
-        queries, keys, values = part.split([size, key_size, key_size], 1)
+        queries, keys, values = part.tensor_split((size, size + key_size), 1)
         context, mixed, after, normed = [hidden.new_empty(rows, n) for n in (size, up.inputs, up.inputs, up.inputs)]
         middle = hidden.new_empty(rows, up.outputs) if up.are_two_calls(rows, threads) else None
 
@@ -207,7 +207,8 @@ class Chain:
                     out=context, threads=threads, **given(number),
                 )  # fmt: skip
             elif not shared:
-                base = base.of(*(None if give is None else give(number) for give in (stored, disentangled)))
+                own = given(number)
+                base = base.of(own["stored"], own["disentangled"])
             calls.append(base)
         if shared and len(made) == 1:
             calls = calls[:1]
@@ -226,8 +227,8 @@ class Chain:
             )  # fmt: skip
             between = hidden.new_empty(some, up.outputs) if up.are_two_calls(some, threads) else None
             addresses = (0 if t is None else t.data_ptr() for t in (picked, wanted, between))
-            own = positions[asked] if self._kinds else positions
-            ending = asked, own, *addresses, apart, attends.arguments
+            places = positions[asked] if self._kinds else positions
+            ending = asked, places, *addresses, apart, attends.arguments
         copies = () if keep is None else keep.addresses(len(self._links), key_size, after[:some], asked)
         ways: Any = tuple([0 if t is None else t.data_ptr() for t in (context, mixed, middle, after, normed)])
         native.run(

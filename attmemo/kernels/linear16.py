@@ -45,6 +45,7 @@ from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Panels, Wei
 
 _EMPTY = np.zeros(0, np.float32)
 _MUCH = 8 << 20  # bytes between two layers: fewer stay in a cache anyway, and larger chunks of rows want fewer weights
+_GATED_MUCH = 4 * _MUCH  # of a gated layer the weights are twice as many
 _SIDE = 16  # columns of a tile, and pairs of its inputs
 
 
@@ -109,7 +110,7 @@ class Linear16(Panels):
             return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None, gated) else None
 
     def are_two_calls(self, rows: int, threads: int) -> bool:
-        return rows * self.outputs * self.dtype.itemsize < _MUCH
+        return rows * self.outputs * self.dtype.itemsize < (_GATED_MUCH if self.gated else _MUCH)
 
 
 def _in_tiles(weight: Tensor) -> Tensor:

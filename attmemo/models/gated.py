@@ -2,8 +2,8 @@
 
 Norms stand before each part. Several heads of Q share a head of K and V. The feed-forward layer is gated.
 
-They differ in what there is beside: norms of each head of Q and K (Qwen3), norms of what a part gives (Gemma), windows,
-scaled positions. All of it is read from the modules; the self-check compares each block with the original's.
+They differ in what is there beside: norms of heads of Q and K (Qwen3), norms of what a part gives (Gemma), and
+windows. All is read from the modules; the self-check compares each block with the original's.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class RotaryEncoderAdapter(Adapter):
         for layer in host.layers[: host.config.num_hidden_layers]:
             own, feed = layer.self_attn, layer.mlp
             if all(hasattr(feed, name) for name in ("gate_proj", "up_proj", "down_proj")):
-                up, activation, down = (feed.gate_proj, feed.up_proj), feed.act_fn, feed.down_proj
+                up: Any = (feed.gate_proj, feed.up_proj)
+                activation, down = feed.act_fn, feed.down_proj
             elif all(hasattr(feed, name) for name in ("fc1", "fc2", "activation_fn")):
                 up, activation, down = (feed.fc1,), feed.activation_fn, feed.fc2
             else:

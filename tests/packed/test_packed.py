@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
-from packed_models import EXACT, LEFT, NEAR, batch, gap, has_types, host_of, last, longest, pair, valid
+import transformers
+from families import DECODER, FAMILIES, GEMMA, _make
+from packed_models import EXACT, LEFT, NEAR, batch, gap, has_types, host_of, last, longest, pair, uncached, valid
 from packed_tools import left_alone, ran_packed
 from torch import nn
+from transformers import DynamicCache
 
 from attmemo import UnsupportedModelError, memoize
 from attmemo.models.cache_name import CACHE_NAME
@@ -81,7 +83,7 @@ class TestExact:
         _, bare, model = models
         inputs = batch([3, 9], 5)
         with torch.inference_mode():
-            expected, seen = (host_of(one)(**inputs, return_dict=False) for one in (bare, model))
+            expected, seen = (host_of(one)(**inputs, return_dict=False, **uncached(bare)) for one in (bare, model))
         assert type(seen) is type(expected)
         assert len(seen) == len(expected)
         assert gap(seen[0], expected[0], valid(inputs)) <= NEAR
@@ -150,11 +152,79 @@ def test_outputs_have_the_class_that_the_model_gives(models: tuple[str, Any, Any
     model.attmemo.reset_stats()
     with torch.inference_mode():
         for more in ({}, {"return_dict": True}, {"return_dict": False}):
-            seen, expected = model(**inputs, **more), bare(**inputs, **more)
+            seen, expected = model(**inputs, **more), bare(**inputs, **more, **uncached(bare))
             assert type(seen) is type(expected)
             assert len(seen) == len(expected)
             assert isinstance(seen, tuple) or list(seen) == list(expected)
     assert ran_packed(model)
+
+
+class TestCaches:
+    """Packed blocks fill no cache: who asks for one gets the original's."""
+
+    @pytest.mark.parametrize("kind", ["Qwen3ForCausalLM", "Gemma3ForCausalLM", "MistralForCausalLM"])
+    def test_a_reranker_gets_its_logits_and_no_cache_unless_it_asks(self, kind: str) -> None:
+        settings = GEMMA if "Gemma" in kind else DECODER
+        bare = _make(kind, kind.replace("ForCausalLM", "TextConfig" if "Gemma" in kind else "Config"), **settings)()
+        model = memoize(copy.deepcopy(bare), reuse="none")
+        for left in (True, False):
+            inputs = batch([9, 2, 17], 5, left=left)
+            with torch.inference_mode():
+                seen, expected = (one(**inputs, logits_to_keep=1) for one in (model, bare))
+            where = torch.ones(3, dtype=torch.bool) if left else torch.tensor([False, False, True])
+            assert gap(seen.logits[:, 0], expected.logits[:, 0], where) <= NEAR
+            assert seen.past_key_values is None
+            assert ran_packed(model)
+            with torch.inference_mode():
+                seen, expected = (one(**inputs, use_cache=True) for one in (model, bare))
+            assert torch.equal(seen.logits, expected.logits)
+            assert seen.past_key_values.get_seq_length() == 17
+            assert left_alone(model) == {"a key-value cache is in use": 3}
+
+    def test_generation_is_the_original_codes_and_a_cache_is_never_left_empty(self) -> None:
+        bare = FAMILIES["Qwen3"].make()
+        model: Any = memoize(copy.deepcopy(bare), reuse="none")
+        inputs = batch([9, 4], 6, left=True)
+        expected = bare.generate(**inputs, max_new_tokens=8, do_sample=False)  # type: ignore[operator]
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), expected)
+        assert model.attmemo.stats()["sequences"] == 0
+        model.attmemo.reset_stats()
+        seen = model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=False)
+        assert torch.equal(seen, expected)
+        assert ran_packed(model), "every step runs the whole text"
+        cache = DynamicCache(config=bare.config)  # type: ignore[arg-type]
+        with torch.inference_mode():
+            model(**inputs, **{CACHE_NAME: cache})
+        assert cache.get_seq_length() == 9
+        assert left_alone(model) == {"a key-value cache is in use": 2}
+
+    @pytest.mark.parametrize(
+        ("family", "setting", "reason"),
+        [("Gemma 3", {"attn_logit_softcapping": 30.0}, "scores are capped"),
+         ("Qwen3", {"is_causal": False}, "not causal")],
+    )  # fmt: skip
+    def test_what_these_blocks_do_not_know_is_refused_by_name(
+        self, family: str, setting: dict[str, Any], reason: str
+    ) -> None:
+        config = FAMILIES[family].make().config
+        for name, value in setting.items():
+            setattr(config, name, value)
+        with pytest.raises(UnsupportedModelError, match=reason):
+            memoize(type(FAMILIES[family].make())(config).eval(), reuse="none")
+
+    def test_sinks_and_experts_are_refused_by_name(self) -> None:
+        for kind, more, reason in (
+            ("GptOss", {"num_local_experts": 2}, "sinks"),
+            ("Qwen3Moe", {"num_experts": 2, "moe_intermediate_size": 16}, "unknown form"),
+        ):
+            config = getattr(transformers, f"{kind}Config")(**DECODER | more)
+            with pytest.raises(UnsupportedModelError, match=reason):
+                memoize(getattr(transformers, f"{kind}Model")(config).eval(), reuse="none")
+
+    def test_rows_are_refused_by_name(self) -> None:
+        for name, reason in (("Qwen3", "are causal"), ("EuroBERT", "several heads of Q")):
+            with pytest.raises(UnsupportedModelError, match=reason):
+                memoize(EXACT[name](), reuse="rows", database=":memory:")
 
 
 class TestArguments:

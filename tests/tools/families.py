@@ -214,7 +214,10 @@ FAMILIES: dict[str, Family] = {
         "rotary-encoder", _make("Gemma3TextModel", "Gemma3TextConfig", **GEMMA, use_bidirectional_attention=True),
         note="as EmbeddingGemma",
     ),
-    "EuroBERT": Family("rotary-encoder", _make("EuroBertModel", "EuroBertConfig", **DECODER, mask_token_id=3)),
+    "EuroBERT": Family(
+        "rotary-encoder",  # no bias damps what rounding does to larger weights
+        _make("EuroBertModel", "EuroBertConfig", **DECODER | {"initializer_range": 0.2}, mask_token_id=3),
+    ),
     "Jina v3": Family("rotary-encoder", _make("JinaEmbeddingsV3Model", "JinaEmbeddingsV3Config", **SIZES)),
 }  # fmt: skip
 

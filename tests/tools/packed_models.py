@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,6 +124,12 @@ def last(model: nn.Module, inputs: Inputs, **more: Any) -> Tensor:
     with torch.inference_mode():
         found: Tensor = host_of(model)(**inputs, **more)[0]
     return found
+
+
+def uncached(model: nn.Module) -> dict[str, Any]:
+    """What a caller gives who wants no key-value cache, which some configurations ask for in every call."""
+    takes_it = "use_cache" in inspect.signature(host_of(model).forward).parameters
+    return {"use_cache": False} if takes_it and adapter_for(model)[0].family in ("llama", "rotary-encoder") else {}
 
 
 def valid(inputs: Inputs) -> Tensor:
