@@ -1,4 +1,4 @@
-"""Llama and decoders of the same structure: Mistral, Qwen2, Qwen3, and others that pass the self-check.
+"""Llama and decoders of the same structure: Mistral, Qwen2, Qwen3, Gemma 3, and others that pass the self-check.
 
 They have rotary positions and grouped heads of K and V. Some have a norm on each head of Q and K, some have sliding
 attention. K for the cache is rotated by the family's own function, which is in the module's own file.
@@ -20,8 +20,11 @@ class LlamaAdapter(Adapter):
     """`layers.i.self_attn`."""
 
     family = "llama"
-    models = ("Llama", "Mistral", "Qwen2", "Qwen3")
-    limits = "rope_type dynamic or longrope, queries scaled by position, clip_qkv and attention sinks are refused"
+    models = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma 3 text")
+    limits = (
+        "rope_type dynamic or longrope, queries scaled by position, clip_qkv and attention sinks are refused; so are "
+        "blocks with experts or capped scores, and rows"
+    )
     causal = True
     rotary = True
     parameters = ("hidden_states", "position_embeddings", "attention_mask", CACHE_NAME)

@@ -1,4 +1,6 @@
-"""Encoders with separate projections and rotary positions: NomicBERT, GTE, and others of the same structure."""
+"""Encoders with separate projections and rotary positions: NomicBERT, GTE, Jina v3, EuroBERT, bidirectional Gemma 3,
+and others of the same structure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class RotaryEncoderAdapter(Adapter):
     """`layers.i.self_attn` of bidirectional models with the argument `position_embeddings`."""
 
     family = "rotary-encoder"
-    models = ("NomicBERT", "GTE")
+    models = ("NomicBERT", "GTE", "Jina v3", "EuroBERT", "Gemma 3 text, bidirectional")
+    limits = "rows are refused where several heads of Q share one of K and V (EuroBERT, Gemma 3)"
     rotary = True
     parameters = ("hidden_states", "attention_mask", "position_embeddings")
 

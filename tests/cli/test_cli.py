@@ -286,6 +286,7 @@ class TestFamilies:
         reuse = {row["family"]: row["reuse"] for row in found["families"]}
         assert reuse["bert"] == ["none", "rows", "maps"]
         assert reuse["albert"] == ["maps"]
+        assert reuse["llama"] == ["none", "maps"]
 
     def test_the_list_says_which_modes_a_family_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "200")
@@ -316,7 +317,18 @@ class TestFamilies:
         found = json.loads(succeed("families", tmp_path, "--json", "-"))
         assert "memoize proves it" in found["known_by"]
         assert found["reuse"] == ["maps"]
-        assert "no packed blocks; only maps" in found["no_rows"]
+        assert "unknown form" in found["no_rows"]
+
+    def test_a_family_without_rows_says_why(self, tmp_path: Path) -> None:
+        from transformers import Qwen3Config
+
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99, "head_dim": 8}
+        Qwen3Config(**sizes, num_key_value_heads=2).save_pretrained(tmp_path)
+        found = json.loads(succeed("families", tmp_path, "--json", "-"))
+        assert (found["reuse"], found["no_rows"]) == (["none", "maps"], "its blocks are causal")
+        said = " ".join(succeed("families", tmp_path).split())
+        assert "works: exact (packed blocks), maps" in said
+        assert "no rows: its blocks are causal" in said
 
     def test_a_model_that_is_refused_says_why(self, tmp_path: Path) -> None:
         from transformers import LlamaConfig, XLNetConfig

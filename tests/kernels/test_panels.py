@@ -225,8 +225,8 @@ def columns(arithmetic: int, last: int = 64) -> tuple[np.ndarray[Any, Any], ...]
 def native_call(arithmetic: int, **changed: Any) -> None:
     x, out = np.ones((3, 8), np.float32), np.zeros((3, 5), np.float32)
     call: dict[str, Any] = {
-        "x": (x.ctypes.data, 32), "add": (0, 0), "out": out.ctypes.data, "sizes": (3, 8, 5, 0, 0),
-        "weights": (bytes(64 * (64 if arithmetic else 32)), *columns(arithmetic)), "norm": (0, 0, 0.0),
+        "x": (x.ctypes.data, 32), "add": (0, 0), "out": out.ctypes.data, "sizes": (3, 8, 5, 0, 0, False),
+        "weights": (bytes(64 * (64 if arithmetic else 32)), *columns(arithmetic)), "norm": (0, 0, 0.0, 0, True),
         "flags": (arithmetic, 1, ""),
     } | changed  # fmt: skip
     _linear.multiply(*call.values())
@@ -236,12 +236,12 @@ def native_call(arithmetic: int, **changed: Any) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"sizes": (-1, 8, 5, 0, 0)}, {"sizes": (3, 0, 5, 0, 0)}, {"sizes": (3, 65537, 5, 0, 0)},
-        {"sizes": (3, 8, 0, 0, 0)}, {"sizes": (3, 8, 2**60, 0, 0)}, {"sizes": (3, 8, 5, 1, 0)},
-        {"sizes": (3, 8, 5, 3, 0)}, {"sizes": (3, 8, 5, 0, 5)}, {"sizes": (3, 8, 5, 0, -1)},
-        {"sizes": (3, 65, 5, 0, 0)}, {"sizes": (3, 8, 65, 0, 0)}, {"flags": (3, 1, "")}, {"flags": (-1, 1, "")},
+        {"sizes": (-1, 8, 5, 0, 0, False)}, {"sizes": (3, 0, 5, 0, 0, False)}, {"sizes": (3, 65537, 5, 0, 0, False)},
+        {"sizes": (3, 8, 0, 0, 0, False)}, {"sizes": (3, 8, 2**60, 0, 0, False)}, {"sizes": (3, 8, 5, 1, 0, False)},
+        {"sizes": (3, 8, 5, 3, 0, False)}, {"sizes": (3, 8, 5, 0, 5, False)}, {"sizes": (3, 8, 5, 0, -1, False)},
+        {"sizes": (3, 65, 5, 0, 0, False)}, {"sizes": (3, 8, 65, 0, 0, False)}, {"flags": (3, 1, "")}, {"flags": (-1, 1, "")},
         {"weights": (bytes(64 * 64), *columns(1, last=63))}, {"weights": (bytes(64 * 64 - 1), *columns(1))},
-        {"weights": (bytes(64 * 64), *columns(0, last=63))}, {"norm": (0, 0, -1.0)}, {"norm": (0, 0, math.nan)},
+        {"weights": (bytes(64 * 64), *columns(0, last=63))}, {"norm": (0, 0, -1.0, 0, True)}, {"norm": (0, 0, math.nan, 0, True)},
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_by_the_kernel(arithmetic: int, changed: dict[str, Any]) -> None:

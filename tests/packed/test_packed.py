@@ -100,6 +100,27 @@ class TestExact:
             assert gap(turned[order.tolist().index(row), :n], together[row, :n]) <= NEAR
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("Mistral", {"sliding_window": 128}), ("Gemma3Text", {"sliding_window": 127}),
+     ("Gemma3Text", {"sliding_window": 257, "use_bidirectional_attention": True}),
+     ("ModernBert", {"local_attention": 128, "cls_token_id": 1, "sep_token_id": 2})],
+)  # fmt: skip
+def test_windows_in_long_texts_are_right_and_none_lies_wholly_in_padding(
+    kind: str, settings: dict[str, Any], left: bool
+) -> None:
+    """Where all keys of a window are padding the original computes rows that are no numbers."""
+    sizes = (GEMMA if "Gemma" in kind else DECODER) | {"max_position_embeddings": 1024} | settings
+    bare = _make(f"{kind}Model", f"{kind}Config", **sizes)()
+    model = memoize(copy.deepcopy(bare), reuse="none")
+    inputs = batch([640, 127, 128, 1, 256, 513], 3, left=left)
+    seen = last(model, inputs)
+    assert gap(seen, last(bare, inputs), valid(inputs)) <= NEAR
+    assert seen.isfinite().all()
+    assert ran_packed(model)
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_bfloat16_is_as_near_to_float64_as_the_original(name: str) -> None:
     bare, model = pair(name, torch.bfloat16)
