@@ -239,9 +239,11 @@ def native_call(arithmetic: int, **changed: Any) -> None:
         {"sizes": (-1, 8, 5, 0, 0, False)}, {"sizes": (3, 0, 5, 0, 0, False)}, {"sizes": (3, 65537, 5, 0, 0, False)},
         {"sizes": (3, 8, 0, 0, 0, False)}, {"sizes": (3, 8, 2**60, 0, 0, False)}, {"sizes": (3, 8, 5, 1, 0, False)},
         {"sizes": (3, 8, 5, 3, 0, False)}, {"sizes": (3, 8, 5, 0, 5, False)}, {"sizes": (3, 8, 5, 0, -1, False)},
-        {"sizes": (3, 65, 5, 0, 0, False)}, {"sizes": (3, 8, 65, 0, 0, False)}, {"flags": (3, 1, "")}, {"flags": (-1, 1, "")},
+        {"sizes": (3, 65, 5, 0, 0, False)}, {"sizes": (3, 8, 65, 0, 0, False)}, {"flags": (3, 1, "")},
+        {"flags": (-1, 1, "")},
         {"weights": (bytes(64 * 64), *columns(1, last=63))}, {"weights": (bytes(64 * 64 - 1), *columns(1))},
-        {"weights": (bytes(64 * 64), *columns(0, last=63))}, {"norm": (0, 0, -1.0, 0, True)}, {"norm": (0, 0, math.nan, 0, True)},
+        {"weights": (bytes(64 * 64), *columns(0, last=63))}, {"norm": (0, 0, -1.0, 0, True)},
+        {"norm": (0, 0, math.nan, 0, True)},
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_by_the_kernel(arithmetic: int, changed: dict[str, Any]) -> None:
