@@ -65,14 +65,15 @@ class Hook(ABC):
 class ModelHook(Hook):
     """Tells the engine where a forward of the model begins and ends; callers of `model.forward` run no torch hooks.
 
-    Packed blocks fill no key-value cache. A decoder's configuration asks for one in every call: here only calls that
-    ask for one themselves get one.
+    Packed blocks fill no key-value cache, and neither do maps of encoders. A configuration may ask for one in every
+    call: here only calls that ask for one themselves get one.
     """
 
     def __init__(self, owner: object, engine: Engine, model: nn.Module) -> None:
         super().__init__(owner, model)
         names = tuple(inspect.signature(self.__wrapped__).parameters)
-        self._use_cache = names.index("use_cache") if engine.reuse.whole and "use_cache" in names else None
+        fills_none = engine.reuse.whole or not engine.adapter.causal
+        self._use_cache = names.index("use_cache") if fills_none and "use_cache" in names else None
         self._begin = _naming(engine.begin_forward, model, names)
         self._end = engine.end_forward
         self._begin_unseen, self._end_unseen = _unseen(self._begin), _unseen(self._end)

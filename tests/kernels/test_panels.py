@@ -258,7 +258,7 @@ def test_threads_types_and_instructions_that_do_not_fit_are_refused_by_the_kerne
         with pytest.raises(ValueError, match=r"out of range|no such"):
             native_call(arithmetic, flags=flags)
     with pytest.raises(ValueError, match="no such type"):
-        native_call(0, sizes=(3, 8, 5, 2, 0))  # bfloat16
+        native_call(0, sizes=(3, 8, 5, 2, 0, False))  # bfloat16
     for wrong in (3, -1):
         with pytest.raises(ValueError, match="no such arithmetic"):
             _linear.instruction_sets(wrong)

@@ -209,7 +209,10 @@ FAMILIES: dict[str, Family] = {
         generates=True,
     ),
     "Qwen3": Family("llama", _make("Qwen3ForCausalLM", "Qwen3Config", **DECODER, head_dim=12), generates=True),
-    "Gemma 3": Family("llama", _make("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA), generates=True),
+    "Gemma 3": Family(
+        "llama", _make("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA),
+        note="repeats its last token, whatever it saw",
+    ),
     "Gemma 3, bidirectional": Family(
         "rotary-encoder", _make("Gemma3TextModel", "Gemma3TextConfig", **GEMMA, use_bidirectional_attention=True),
         note="as EmbeddingGemma",
