@@ -38,6 +38,8 @@ ATTENTION_PARTS = [
     "attention_kernel",
     "attention_rows",
     "attention_sets",
+    "attention_sheet",
+    "attention_sheet_amx",
     "attention_x86",
     "types_avx2",
     "types_avx512",

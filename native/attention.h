@@ -11,12 +11,14 @@
  *     its output, and the keys that it sees. Queries may stand at any positions.
  *   - `locate`: where the rows of a block of keys and values lie. Each row has an address of its own, so rows may come
  *     from several bases, and from memory that cannot be written. All rows of a call have one Format.
- *   - A scratch for each thread, `scratch` bytes of it, at a multiple of LINE.
+ *   - Or Sheets: heads of one sequence that has few keys. Where these lie is then found out once for all heads.
+ *   - A scratch for each thread, `scratch` bytes of it, or `sheet_scratch`, at a multiple of LINE.
  *   - For scores that depend on distances: Distances of each head, made ready by `prepare` before the first task.
  *
  * WHAT THE ARITHMETIC PROMISES
  *   - Queries, keys, values, scales and biases are only read, and only those rows that the front named.
- *   - The output of a query depends on its task alone, not on other tasks, threads or what the scratch held.
+ *   - The output of a query depends on its task alone, not on other tasks, threads or what the scratch held. Of a sheet
+ *     it depends on the query, its keys and values alone: on no other query.
  *   - No allocation, no lock, no Python: a task may run in any thread.
  */
 
@@ -37,6 +39,7 @@ enum {
     BLOCK = 64, /* keys at a time */
     TILE = 96,  /* queries of a task at most, without products of tiles */
     TURNS = 16, /* so many queries are worth transposing the keys */
+    SHEET = 256, /* keys of a sheet at most */
     HELD = 4,   /* blocks whose rows must stay where they are: the last that `locate` filled */
 };
 
@@ -119,6 +122,24 @@ typedef struct Task {
     const Distances *distances;
 } Task;
 
+/*
+ * Queries of one sequence, that attend with some neighbouring heads over all of its keys, which are SHEET at most. What
+ * lies at an address belongs to the first of the heads, and that of the next lies a step further. Rows are numbers of the
+ * attention's type. A query is told by what it adds to the scores where it stands, and by nothing else.
+ */
+typedef struct {
+    size_t heads, queries, keys;
+    size_t step;                /* bytes, in rows, queries and outputs */
+    const char *const *rows[2]; /* where each key and each value begins */
+    const char *query;
+    char *output;
+    ptrdiff_t query_line, output_line; /* bytes from a row to the next */
+    const int32_t *positions;          /* of the queries, which rise; NULL: 0, 1, ... */
+    const float *bias; /* key k, for a query at p, gains bias[k - p]; NULL: nothing */
+    size_t bias_step;  /* numbers */
+    size_t window;     /* keys gain -infinity that are not nearer than this; 0: all are near */
+} Sheet;
+
 /* The arithmetic for one instruction set. */
 typedef struct {
     const char *name;
@@ -137,9 +158,15 @@ typedef struct {
      */
     void (*bring)(const Format *format, const char *row, const char *scale, const float *cosine, const float *sine,
                   size_t half, enum type type, char *out, void *scratch);
+    /* The same for whole rows of some heads, unturned: scales of codes lie side by side. */
+    void (*bring_heads)(const Format *format, const char *row, const float *scales, size_t heads, enum type type,
+                        char *out);
     /* Bytes of what `prepare` makes, and making it: once for each head, before the tasks. */
     size_t (*measure)(const Attention *attention, const Distances *distances);
     void (*prepare)(const Attention *attention, const Distances *distances);
+    /* Sheets; NULL: there are none. They know no Distances, slopes or codes. */
+    size_t (*sheet_scratch)(const Attention *attention, size_t keys);
+    void (*attend_sheet)(const Attention *attention, const Sheet *sheet, void *scratch);
 } Kernel;
 
 #pragma GCC visibility push(hidden)

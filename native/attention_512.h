@@ -12,3 +12,4 @@
 #include "vectors.h"
 #include "attention_rows.h"
 #include "attention_kernel.h"
+#include "attention_sheet.h"

@@ -15,7 +15,9 @@
 #include "vectors.h"
 #include "attention_rows.h"
 #include "attention_kernel.h"
+#include "attention_sheet.h"
 
-const Kernel attention_avx2 = {"avx2", TILE, true, false, scratch_bytes, attend, store, bring, measure, prepare};
+const Kernel attention_avx2 = {"avx2", TILE, true, false, scratch_bytes, attend, store, bring, bring_heads,
+                               measure, prepare, sheet_scratch, attend_sheet};
 
 #endif

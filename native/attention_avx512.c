@@ -10,9 +10,11 @@
 #include "attention_tiles.h"
 #include "attention_amx.h"
 #include "attention_tiled.h"
+#include "attention_sheet_amx.h"
 
-const Kernel attention_avx512 = {"avx512", TILE, true, false, scratch_bytes, attend, store, bring, measure, prepare};
+const Kernel attention_avx512 = {"avx512", TILE, true, false, scratch_bytes, attend, store, bring, bring_heads,
+                                 measure, prepare, sheet_scratch, attend_sheet};
 const Kernel attention_amx = {"amx", TILED_ROWS, true, false, scratch_bytes_tiled, attend_tiled, store, bring,
-                              measure_tiled, prepare_tiled};
+                              bring_heads_amx, measure_tiled, prepare_tiled, sheet_scratch_amx, attend_sheet_amx};
 
 #endif

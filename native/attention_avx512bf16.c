@@ -11,6 +11,6 @@
 #include "attention_tiled.h"
 
 const Kernel attention_avx512bf16 = {"avx512bf16", TILED_ROWS, true, true, scratch_bytes_tiled, attend_tiled, store, bring,
-                                     measure_tiled, prepare_tiled};
+                                     bring_heads, measure_tiled, prepare_tiled, sheet_scratch, attend_sheet};
 
 #endif

@@ -173,6 +173,15 @@ static void bring(const Format *format, const char *row, const char *scale, cons
         put_number(out, type, i, numbers[i]);
 }
 
+static void bring_heads(const Format *format, const char *row, const float *scales, size_t heads, enum type type,
+                        char *out)
+{
+    for (size_t i = 0; i < heads * format->width; i++)
+        put_number(out, type, i,
+                   format->bits ? (float)code_at(row, format->bits, i) * scales[i / format->width]
+                                : number_at(row, format->type, i));
+}
+
 /* Rows of distances are read where they lie. */
 static size_t measure(const Attention *attention, const Distances *distances)
 {
@@ -193,4 +202,5 @@ static size_t scratch_bytes(const Attention *attention, size_t queries, size_t k
     return (attention->stored.width + keys) * sizeof(float);
 }
 
-const Kernel attention_plain = {"plain", TILE, false, false, scratch_bytes, attend, store, bring, measure, prepare};
+const Kernel attention_plain = {"plain", TILE, false, false, scratch_bytes, attend, store, bring, bring_heads,
+                                measure, prepare, NULL, NULL};

@@ -164,6 +164,35 @@ static void bring(const Format *format, const char *row, const char *scale, cons
     narrow(numbers, width, type, out);
 }
 
+/* See `bring_heads` of a Kernel. */
+static void bring_heads(const Format *format, const char *row, const float *scales, size_t heads, enum type type,
+                        char *out)
+{
+    enum { SOME = 16 * LANES };
+    const size_t width = format->width, item = item_bytes[type];
+    float numbers[SOME];
+    if (!format->bits) {
+        for (size_t i = 0, some; i < heads * width; i += some) {
+            some = heads * width - i < SOME ? heads * width - i : SOME;
+            widen(row + i * item_bytes[format->type], format->type, some, numbers);
+            narrow(numbers, some, type, out + i * item);
+        }
+        return;
+    }
+    for (size_t head = 0; head < heads; head++, row += width, out += width * item)
+        for (size_t i = 0, some; i < width; i += some) {
+            size_t at = 0;
+            some = width - i < SOME ? width - i : SOME;
+#ifdef BYTES
+            for (; at + LANES <= some; at += LANES)
+                STORE(numbers + at) = BYTES(row + i + at) * scales[head];
+#endif
+            for (; at < some; at++)
+                numbers[at] = (float)code_at(row, 8, i + at) * scales[head];
+            narrow(numbers, some, type, out + i * item);
+        }
+}
+
 /* ---- storing ---------------------------------------------------------------------------------------------------- */
 
 /* One row: numbers of `type` at `source` into `row`, as the format says. The scratch holds three rows. */

@@ -12,6 +12,8 @@
  * THE SHAPE OF THE WORK.  A task is one head of one sequence, up to a tile of its queries. Rows of a record that are
  * numbers of the queries' type, and did not move, are read where they lie. Others (codes, other types, keys to be turned)
  * become numbers in a ring of HELD blocks for each thread, which stays in second-level cache: no record is unpacked.
+ * Where a sequence has few keys and nothing by distance but a table, a task is a Sheet: some of its heads, and all of its
+ * queries. Its keys are located once, and rows that must become numbers do so for all of these heads at once.
  *
  * WHAT IT PROMISES
  *   - No row outside those that the layout names is read. Nothing is written but the output, and that only after all
@@ -47,6 +49,7 @@ enum {
     OVER = 4,          /* tasks for each thread, for balance */
     CALM = 1 << 15,    /* numbers of tables that are not worth waking a thread for */
     STRIDE = 16,       /* ranges of keys begin at multiples of this */
+    MADE = 1 << 19,    /* bytes of rows that a sheet makes, at most: half of a small second-level cache */
     FEW = 6,           /* queries that are worth products of tiles: of a short line few rows are computed, of many keys */
 };
 
@@ -83,10 +86,12 @@ typedef struct Job {
     Distances *distances; /* of each head, or NULL */
     char *ready;
 
-    size_t tile;
+    size_t tile, share; /* queries of a task, or heads of a sheet */
     size_t *tasks; /* before each sequence, [batch + 1] */
     char *scratch; /* for each thread: of the kernel, queries of a task, a row in float32, the ring */
     size_t kernel_bytes, query_bytes, row_bytes, scratch_bytes;
+    size_t sheet_keys; /* of the longest sheet */
+    size_t sheet_bytes, place_bytes; /* of the kernel, and where the keys of a sheet lie; then its row and what it makes */
     const Kernel *kernel;
     atomic_size_t next, thread;
 } Job;
@@ -151,6 +156,39 @@ static void locate_block(const Task *task, size_t at, bool spreads, Block *block
     }
 }
 
+/* Where `heads` heads of key k of a sheet lie, from `head` on: of a record they become numbers at `out`, or lie there. */
+static const char *locate_row(const Job *job, size_t sequence, size_t head, size_t heads, enum plane plane, size_t k,
+                              char *out, char *row)
+{
+    const Rows *rows = &job->rows[plane];
+    const size_t bytes = job->attention.stored.width * item_bytes[job->attention.type];
+    const int64_t key = job->key_starts[sequence] + (int64_t)k;
+    const int64_t source = job->sources ? job->sources[key] : job->starts[sequence] + (int64_t)k;
+    if (source >= 0)
+        return rows->data + source * rows->line + head * bytes;
+    const Format *format = &job->record;
+    const int64_t old = -1 - source;
+    const bool turns = job->cosine && plane == KEY && old != (int64_t)k;
+    if (turns) {
+        RowTask own = {.job = job, .sequence = sequence, .row = row};
+        for (size_t i = 0; i < heads; i++) {
+            own.head = head + i;
+            bring(&own, plane, old, (int64_t)k, out + i * bytes);
+        }
+        return out;
+    }
+    const size_t item = format->bits ? 1 : item_bytes[format->type];
+    const char *stored = (const char *)(uintptr_t)job->stored[plane][sequence] + (size_t)old * job->stored_line +
+                         head * format->width * item;
+    if (!format->bits && format->type == job->attention.type)
+        return stored;
+    const char *scales = format->bits ? (const char *)(uintptr_t)job->scales[plane][sequence] +
+                                            (size_t)old * job->scale_line + head * sizeof(float)
+                                      : NULL;
+    job->kernel->bring_heads(format, stored, (const float *)scales, heads, job->attention.type, out);
+    return out;
+}
+
 /* ---- the plan --------------------------------------------------------------------------------------------------- */
 
 static size_t queries_of(const Job *job, size_t sequence)
@@ -173,12 +211,38 @@ static size_t position_of(const Job *job, size_t sequence, size_t i)
     return job->positions ? (size_t)job->positions[(size_t)job->asked[sequence] + i] : i;
 }
 
-/* Chooses the tile and counts the tasks: large tiles read keys less often, many tasks are shared better. */
+static bool is_sheet(const Job *job, size_t sequence)
+{
+    return job->kernel->attend_sheet && !job->attention.distant && keys_of(job, sequence) <= SHEET;
+}
+
+/* Whether rows of records must become numbers, so that a sheet has to hold them. */
+static bool makes_rows(const Job *job)
+{
+    return job->stored[KEY] && (job->cosine || job->record.bits || job->record.type != job->attention.type);
+}
+
+static size_t tasks_of(const Job *job, size_t sequence)
+{
+    const size_t queries = queries_of(job, sequence);
+    if (is_sheet(job, sequence))
+        return queries > 0 ? (job->heads + job->share - 1) / job->share : 0;
+    return (queries + job->tile - 1) / job->tile * job->heads;
+}
+
+/* Chooses tile and share and counts the tasks: large ones read keys less often, many are shared better. */
 static void plan(Job *job, size_t threads)
 {
     size_t longest = 0;
-    for (size_t b = 0; b < job->batch; b++)
+    for (size_t b = 0; b < job->batch; b++) {
         longest = queries_of(job, b) > longest ? queries_of(job, b) : longest;
+        if (is_sheet(job, b) && keys_of(job, b) > job->sheet_keys)
+            job->sheet_keys = keys_of(job, b);
+    }
+    job->share = job->heads;
+    const size_t made = 2 * job->sheet_keys * job->attention.stored.width * item_bytes[job->attention.type];
+    if (makes_rows(job) && job->share * made > MADE)
+        job->share = made > MADE ? 1 : MADE / made;
     job->tile = job->kernel->most;
     if (job->window > 0) { /* queries of a tile see the keys of all of them */
         const size_t near = job->window < 2 * LEAST ? 2 * LEAST : round_to(job->window, LEAST);
@@ -189,11 +253,14 @@ static void plan(Job *job, size_t threads)
     for (;;) {
         job->tasks[0] = 0;
         for (size_t b = 0; b < job->batch; b++)
-            job->tasks[b + 1] = job->tasks[b] + (queries_of(job, b) + job->tile - 1) / job->tile * job->heads;
+            job->tasks[b + 1] = job->tasks[b] + tasks_of(job, b);
         /* Where there are windows, the first query of a task decides how its keys are cut into blocks. */
-        if (job->window > 0 || job->tile <= 2 * LEAST || threads == 1 || job->tasks[job->batch] >= OVER * threads)
+        const bool large = job->window == 0 && job->tile > 2 * LEAST;
+        if (threads == 1 || job->tasks[job->batch] >= OVER * threads || (!large && job->share == 1))
             break;
-        job->tile = round_to(job->tile / 2, LEAST);
+        job->share = (job->share + 1) / 2;
+        if (large)
+            job->tile = round_to(job->tile / 2, LEAST);
     }
 }
 
@@ -216,6 +283,36 @@ static bool make_window(Job *job)
     return true;
 }
 
+/* Some heads of a sequence, from `head` on. */
+static void attend_sheet(const Job *job, size_t sequence, size_t head, char *scratch)
+{
+    const size_t bytes = job->attention.stored.width * item_bytes[job->attention.type];
+    const size_t left = job->heads - head, heads = left < job->share ? left : job->share, keys = keys_of(job, sequence);
+    const int64_t first = job->asked[sequence];
+    const bool makes = makes_rows(job);
+    const char **places[2];
+    char *row = scratch + job->sheet_bytes + job->place_bytes, *made = row + job->row_bytes;
+    for (enum plane plane = KEY; plane <= VALUE; plane++) {
+        places[plane] = (const char **)(void *)(scratch + job->sheet_bytes) + plane * job->sheet_keys;
+        for (size_t k = 0; k < keys; k++, made += makes ? heads * bytes : 0)
+            places[plane][k] = locate_row(job, sequence, head, heads, plane, k, made, row);
+    }
+    const Sheet sheet = {.heads = heads,
+                         .queries = queries_of(job, sequence),
+                         .keys = keys,
+                         .step = bytes,
+                         .rows = {places[KEY], places[VALUE]},
+                         .query = job->query.data + first * job->query.line + head * bytes,
+                         .output = job->output.data + first * job->output.line + head * bytes,
+                         .query_line = job->query.line,
+                         .output_line = job->output.line,
+                         .positions = job->positions ? job->positions + first : NULL,
+                         .bias = job->table ? job->table + head * job->table_line + job->table_span - 1 : NULL,
+                         .bias_step = job->table_line,
+                         .window = job->window};
+    job->kernel->attend_sheet(&job->attention, &sheet, scratch);
+}
+
 static void attend_task(const Job *job, size_t number, char *scratch)
 {
     /* The sequence: the last that begins at or before the task. Those without queries have no tasks. */
@@ -226,6 +323,10 @@ static void attend_task(const Job *job, size_t number, char *scratch)
             low = middle;
         else
             high = middle;
+    }
+    if (is_sheet(job, low)) {
+        attend_sheet(job, low, (number - job->tasks[low]) * job->share, scratch);
+        return;
     }
     const size_t rest = number - job->tasks[low], head = rest % job->heads, first = rest / job->heads * job->tile;
     const size_t left = queries_of(job, low) - first, keys = keys_of(job, low);
@@ -273,6 +374,13 @@ static void measure_scratch(Job *job)
     job->row_bytes = job->stored[KEY] ? round_to(width * sizeof(float), LINE) + LINE : 0;
     const size_t ring = job->stored[KEY] ? HELD * 2 * BLOCK * width * item_bytes[job->attention.type] : 0;
     job->scratch_bytes = job->kernel_bytes + job->query_bytes + job->row_bytes + round_to(ring, LINE);
+    if (job->sheet_keys == 0)
+        return;
+    const size_t made = makes_rows(job) ? 2 * job->sheet_keys * job->share * width * item_bytes[job->attention.type] : 0;
+    job->sheet_bytes = round_to(job->kernel->sheet_scratch(&job->attention, job->sheet_keys), LINE);
+    job->place_bytes = round_to(2 * job->sheet_keys * sizeof(char *), LINE);
+    const size_t bytes = job->sheet_bytes + job->place_bytes + job->row_bytes + round_to(made, LINE);
+    job->scratch_bytes = bytes > job->scratch_bytes ? bytes : job->scratch_bytes;
 }
 
 /* ---- sharing the work ------------------------------------------------------------------------------------------- */
