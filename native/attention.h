@@ -39,7 +39,7 @@ enum {
     BLOCK = 64, /* keys at a time */
     TILE = 96,  /* queries of a task at most, without products of tiles */
     TURNS = 16, /* so many queries are worth transposing the keys */
-    SHEET = 256, /* keys of a sheet at most */
+    SHEET = 1024, /* keys of a sheet at most: a band's scores are in second-level cache */
     HELD = 4,   /* blocks whose rows must stay where they are: the last that `locate` filled */
 };
 
@@ -134,7 +134,8 @@ typedef struct {
     const char *query;
     char *output;
     ptrdiff_t query_line, output_line; /* bytes from a row to the next */
-    const int32_t *positions;          /* of the queries, which rise; NULL: 0, 1, ... */
+    const int32_t *positions;          /* of the queries, which rise; NULL: `position` and those after it */
+    size_t position;
     const float *bias; /* key k, for a query at p, gains bias[k - p]; NULL: nothing */
     size_t bias_step;  /* numbers */
     size_t window;     /* keys gain -infinity that are not nearer than this; 0: all are near */

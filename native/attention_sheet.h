@@ -2,8 +2,8 @@
  * attention_sheet.h: attention of sequences with few keys, with vectors of float32; see Sheet in attention.h. Included
  * once by each instruction set, after attention_kernel.h.
  *
- * A band of queries has all of its scores at once, a line to a query, in first-level cache: softmax needs no running
- * maximum, and no sums shrink. A head's keys are turned once, its values are copied once; what follows takes a time in
+ * A band of queries has all of its scores at once, a line to a query: softmax needs no running maximum, and no sums
+ * shrink. A head's keys are turned once, its values are copied once; what follows takes a time in
  * proportion to the queries. Nothing is found out twice: where rows lie is the same for all heads, and the sums of LANES
  * lines are added up together.
  *
@@ -67,17 +67,22 @@ static size_t sheet_scratch(const Attention *attention, size_t keys)
 INLINE void take_columns(const char *const *rows, size_t at, vector *columns)
 {
 #if LANES == 16 /* parts of four rows are put together as they are loaded: half of the shuffles */
+    __m512i all[4][4];
+#pragma GCC unroll 4
+    for (size_t i = 0; i < 4; i++) {
+        const char *a = rows[i] + at, *b = rows[4 + i] + at, *c = rows[8 + i] + at, *d = rows[12 + i] + at;
+#pragma GCC unroll 4
+        for (size_t part = 0; part < 4; part++) {
+            enum { PART = sizeof(__m128i) };
+            __m512i four = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(a + part * PART)));
+            four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(b + part * PART)), 1);
+            four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(c + part * PART)), 2);
+            all[part][i] = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(d + part * PART)), 3);
+        }
+    }
 #pragma GCC unroll 4
     for (size_t part = 0; part < 4; part++) {
-        __m512i four[4];
-#pragma GCC unroll 4
-        for (size_t i = 0; i < 4; i++) {
-            const size_t from = at + part * sizeof(__m128i);
-            four[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + from)));
-            four[i] = _mm512_inserti32x4(four[i], _mm_loadu_si128((const __m128i *)(rows[4 + i] + from)), 1);
-            four[i] = _mm512_inserti32x4(four[i], _mm_loadu_si128((const __m128i *)(rows[8 + i] + from)), 2);
-            four[i] = _mm512_inserti32x4(four[i], _mm_loadu_si128((const __m128i *)(rows[12 + i] + from)), 3);
-        }
+        const __m512i *four = all[part];
         const __m512i a = _mm512_unpacklo_epi32(four[0], four[1]), b = _mm512_unpacklo_epi32(four[2], four[3]);
         const __m512i c = _mm512_unpackhi_epi32(four[0], four[1]), d = _mm512_unpackhi_epi32(four[2], four[3]);
         columns[4 * part] = (vector)_mm512_unpacklo_epi64(a, b);
@@ -97,27 +102,47 @@ INLINE void take_columns(const char *const *rows, size_t at, vector *columns)
 #endif
 }
 
-/* `rows` are those of LANES keys from `k` on, a number of bytes further; zeros stand for keys that are missing. */
-INLINE void take_rows(const char *const *keys, size_t k, size_t count, size_t further, const void *nothing,
-                      const char **rows)
+/* Tells the processor of a row of the next head, if there is one: it cannot guess where rows go on. */
+INLINE void expect_row(const Sheet *sheet, const char *row, size_t head)
 {
+    for (size_t i = 0; head + 1 < sheet->heads && i < sheet->step; i += LINE)
+        __builtin_prefetch(row + (head + 1) * sheet->step + i, 0, 2);
+}
+
+/*
+ * LANES rows, of the keys or values from `k` on: `further` bytes are to be added to where they begin. Where some are
+ * missing they are `own`, and zeros.
+ */
+INLINE const char *const *take_rows(const Sheet *sheet, enum plane plane, size_t k, size_t head, const void *nothing,
+                                    const char **own, size_t *further)
+{
+    const char *const *rows = sheet->rows[plane] + k;
+    const size_t count = k < sheet->keys ? sheet->keys - k : 0, here = head * sheet->step;
+    for (size_t i = 0; i < LANES && i < count; i++)
+        expect_row(sheet, rows[i], head);
+    *further = here;
+    if (count >= LANES)
+        return rows;
     for (size_t i = 0; i < LANES; i++)
-        rows[i] = k + i < count ? keys[k + i] + further : nothing;
+        own[i] = i < count ? rows[i] + here : nothing;
+    *further = 0;
+    return own;
 }
 
 /* The keys of a head to columns. */
-static void sheet_turn(const Attention *attention, const Sheet *sheet, size_t further, const Page *page)
+static void sheet_turn(const Attention *attention, const Sheet *sheet, size_t head, const Page *page)
 {
     const size_t width = attention->stored.width, wide = page->wide, line = page->line;
     const bool pairs = attention->type == BFLOAT16 && width == wide;
     const bool direct = attention->type == FLOAT32 && width % LANES == 0;
     for (size_t k = 0; k < sheet->keys; k += LANES) {
-        const char *rows[LANES];
+        const char *own[LANES];
+        size_t further;
+        const char *const *rows = take_rows(sheet, KEY, k, head, page->nothing, own, &further);
         vector columns[LANES];
-        take_rows(sheet->rows[KEY], k, sheet->keys, further, page->nothing, rows);
         if (pairs) { /* two numbers to a column */
             for (size_t d = 0; d < wide; d += 2 * LANES) {
-                take_columns(rows, d * sizeof(uint16_t), columns);
+                take_columns(rows, further + d * sizeof(uint16_t), columns);
 #pragma GCC unroll 16
                 for (size_t i = 0; i < LANES; i++) {
                     float *out = page->turned + (d + 2 * i) * line + k;
@@ -127,14 +152,17 @@ static void sheet_turn(const Attention *attention, const Sheet *sheet, size_t fu
             }
             continue;
         }
-        for (size_t i = 0; i < LANES && !direct; i++) {
-            if (rows[i] == (const char *)page->nothing)
-                continue;
-            widen(rows[i], attention->type, width, page->rows + i * wide);
-            rows[i] = (const char *)(page->rows + i * wide);
+        if (!direct) {
+            for (size_t i = 0; i < LANES; i++) {
+                if (rows[i] != (const char *)page->nothing)
+                    widen(rows[i] + further, attention->type, width, page->rows + i * wide);
+                own[i] = rows[i] == (const char *)page->nothing ? rows[i] : (const char *)(page->rows + i * wide);
+            }
+            rows = own;
+            further = 0;
         }
         for (size_t d = 0; d < width; d += LANES) {
-            take_columns(rows, d * sizeof(float), columns);
+            take_columns(rows, further + d * sizeof(float), columns);
 #pragma GCC unroll 16
             for (size_t i = 0; i < LANES; i++)
                 STORE(page->turned + (d + i) * line + k) = columns[i];
@@ -142,18 +170,25 @@ static void sheet_turn(const Attention *attention, const Sheet *sheet, size_t fu
     }
 }
 
-static void sheet_values(const Attention *attention, const Sheet *sheet, size_t further, const Page *page)
+static void sheet_values(const Attention *attention, const Sheet *sheet, size_t head, const Page *page)
 {
     const size_t width = attention->stored.width;
     float *out = page->values;
     for (size_t k = 0; k < sheet->keys; k++, out += page->wide) {
-        const char *row = sheet->rows[VALUE][k] + further;
+        const char *row = sheet->rows[VALUE][k] + head * sheet->step;
+        expect_row(sheet, sheet->rows[VALUE][k], head);
         if (attention->type == FLOAT32 && width % LANES == 0)
             for (size_t d = 0; d < width; d += LANES)
                 STORE(out + d) = LOAD((const float *)row + d);
         else
             widen(row, attention->type, width, out);
     }
+}
+
+INLINE void expect_queries(const Sheet *sheet, size_t head, size_t first, size_t rows)
+{
+    for (size_t r = first; r < first + rows; r++)
+        expect_row(sheet, sheet->query + (ptrdiff_t)r * sheet->query_line, head);
 }
 
 /* out = a b for rows x columns vectors kept in registers; inlined with constants, so that the loops vanish. */
@@ -282,7 +317,7 @@ typedef struct {
 
 INLINE ptrdiff_t sheet_position(const Sheet *sheet, size_t query)
 {
-    return sheet->positions ? sheet->positions[query] : (ptrdiff_t)query;
+    return sheet->positions ? sheet->positions[query] : (ptrdiff_t)(sheet->position + query);
 }
 
 /* The keys of a band, from a multiple of `step` on. */
@@ -291,7 +326,7 @@ static Band sheet_band(const Attention *attention, const Sheet *sheet, size_t he
 {
     Band band = {.last = sheet->keys, .keys = sheet->keys, .root = attention->root,
                  .bias = sheet->bias ? sheet->bias + head * sheet->bias_step : NULL,
-                 .positions = sheet->positions ? sheet->positions + first : NULL, .position = first};
+                 .positions = sheet->positions ? sheet->positions + first : NULL, .position = sheet->position + first};
     if (sheet->window > 0) {
         const size_t begin = (size_t)sheet_position(sheet, first);
         const size_t end = (size_t)sheet_position(sheet, first + rows - 1) + sheet->window;
@@ -389,8 +424,8 @@ static void attend_sheet(const Attention *attention, const Sheet *sheet, void *s
     }
     for (size_t head = 0; head < sheet->heads; head++) {
         const size_t further = head * sheet->step;
-        sheet_turn(attention, sheet, further, &page);
-        sheet_values(attention, sheet, further, &page);
+        sheet_turn(attention, sheet, head, &page);
+        sheet_values(attention, sheet, head, &page);
         for (size_t first = 0; first < sheet->queries; first += BAND) {
             const size_t rows = sheet->queries - first < BAND ? sheet->queries - first : BAND;
             const Band band = sheet_band(attention, sheet, head, first, rows, LANES);
@@ -400,6 +435,7 @@ static void attend_sheet(const Attention *attention, const Sheet *sheet, void *s
             const float *left = (const float *)query;
             size_t left_line = (size_t)(sheet->query_line / (ptrdiff_t)sizeof(float));
             float shares[BAND + LANES];
+            expect_queries(sheet, head, first, rows);
             if (attention->type != FLOAT32) {
                 for (size_t r = 0; r < rows; r++)
                     widen(query + (ptrdiff_t)r * sheet->query_line, attention->type, width, page.queries + r * page.wide);
@@ -413,9 +449,13 @@ static void attend_sheet(const Attention *attention, const Sheet *sheet, void *s
                            round_to(width, LANES), page.sums, page.wide);
             for (size_t r = 0; r < rows; r++) {
                 float *sums = page.sums + r * page.wide;
+                char *out = output + (ptrdiff_t)r * sheet->output_line;
+                const bool direct = attention->type == FLOAT32 && width % LANES == 0;
+                float *to = direct ? (float *)out : sums;
                 for (size_t d = 0; d < width; d += LANES)
-                    STORE(sums + d) = LOAD(sums + d) * shares[r];
-                narrow(sums, width, attention->type, output + (ptrdiff_t)r * sheet->output_line);
+                    STORE(to + d) = LOAD(sums + d) * shares[r];
+                if (!direct)
+                    narrow(sums, width, attention->type, out);
             }
         }
     }

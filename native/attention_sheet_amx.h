@@ -8,20 +8,18 @@
  * numbers of either tile in turn. Outputs put it right, one shuffle to 32 numbers.
  */
 
-enum { SHEET_BAND = 2 * SIDE };
-
 /* Parts of a thread's scratch; `deep` is the width, filled up with zeros to whole tiles. */
 typedef struct {
     size_t deep, chunks;       /* whole tiles of keys, by DEEP */
     size_t line, weight_line;  /* numbers of a line of scores, and of weights */
     uint16_t *keys;            /* [chunks * 2][deep / DEEP][DEEP / 2][SIDE][2] */
     uint16_t *values;          /* [chunks][deep / SIDE][DEEP / 2][SIDE][2] */
-    uint16_t *queries;         /* [SHEET_BAND, deep]: those that do not fill a tile */
+    uint16_t *queries;         /* [SIDE, deep]: those that do not fill a tile */
     uint16_t *rows;            /* [SIDE, deep]: keys, or values, that do not fill tiles */
     uint16_t *nothing;         /* [deep]: zeros */
-    uint16_t *weights;         /* [SHEET_BAND, weight_line] */
-    float *scores;             /* [SHEET_BAND, line] */
-    float *sums;               /* [SHEET_BAND, deep] */
+    uint16_t *weights;         /* [SIDE, weight_line] */
+    float *scores;             /* [SIDE, line] */
+    float *sums;               /* [SIDE, deep] */
 } Tiles;
 
 static size_t sheet_tiles(const Attention *attention, size_t keys, char *scratch, Tiles *tiles)
@@ -30,7 +28,7 @@ static size_t sheet_tiles(const Attention *attention, size_t keys, char *scratch
     const size_t deep = round_to(attention->stored.width, DEEP), chunks = round_to(keys, DEEP) / DEEP;
     tiles->deep = deep;
     tiles->chunks = chunks;
-    tiles->line = (2 * chunks | 1) * SIDE; /* odd: lines shall not meet in the cache */
+    tiles->line = (round_to(keys, SIDE) / SIDE | 1) * SIDE; /* odd: lines shall not meet in the cache */
     tiles->weight_line = (chunks | 1) * DEEP;
 #define PIECE(name, items)                                                                                             \
     do {                                                                                                               \
@@ -39,12 +37,12 @@ static size_t sheet_tiles(const Attention *attention, size_t keys, char *scratch
     } while (0)
     PIECE(keys, chunks * DEEP * deep);
     PIECE(values, chunks * DEEP * deep);
-    PIECE(queries, SHEET_BAND * deep);
+    PIECE(queries, SIDE * deep);
     PIECE(rows, SIDE * deep);
     PIECE(nothing, deep);
-    PIECE(weights, SHEET_BAND * tiles->weight_line);
-    PIECE(scores, SHEET_BAND * tiles->line);
-    PIECE(sums, SHEET_BAND * deep);
+    PIECE(weights, SIDE * tiles->weight_line);
+    PIECE(scores, SIDE * tiles->line);
+    PIECE(sums, SIDE * deep);
 #undef PIECE
     return at;
 }
@@ -55,129 +53,142 @@ static size_t sheet_scratch_amx(const Attention *attention, size_t keys)
     return attention->type == BFLOAT16 ? sheet_tiles(attention, keys, NULL, &tiles) : sheet_scratch(attention, keys);
 }
 
-/* `rows` of `width` numbers, copied and filled up with zeros. */
-TILED INLINE void sheet_fill(const char *const *rows, size_t count, size_t width, size_t deep, uint16_t *out)
+/* A row of `width` numbers, copied and filled up with zeros. */
+TILED INLINE void sheet_fill(const char *row, size_t width, size_t deep, uint16_t *out)
 {
-    for (size_t i = 0; i < count; i++)
-        for (size_t d = 0; d < deep; d += DEEP) {
-            const size_t left = d < width ? width - d : 0;
-            const __mmask32 some = left < DEEP ? (__mmask32)((1u << left) - 1) : ~(__mmask32)0;
-            _mm512_storeu_si512(out + i * deep + d, _mm512_maskz_loadu_epi16(some, (const uint16_t *)rows[i] + d));
-        }
+    for (size_t d = 0; d < deep; d += DEEP) {
+        const size_t left = d < width ? width - d : 0;
+        const __mmask32 some = left < DEEP ? (__mmask32)((1u << left) - 1) : ~(__mmask32)0;
+        _mm512_storeu_si512(out + d, _mm512_maskz_loadu_epi16(some, (const uint16_t *)row + d));
+    }
 }
 
-/* Rows of SIDE keys or values, those that do not fill tiles being copied. */
-TILED INLINE void sheet_take(const Attention *attention, const Sheet *sheet, enum plane plane, size_t k, size_t further,
-                             const Tiles *tiles, const char **rows)
+/* As take_rows; those that do not fill tiles are copied. */
+TILED INLINE const char *const *sheet_take(const Attention *attention, const Sheet *sheet, enum plane plane, size_t k,
+                                           size_t head, const Tiles *tiles, const char **own, size_t *further)
 {
     const size_t width = attention->stored.width, deep = tiles->deep;
-    take_rows(sheet->rows[plane], k, sheet->keys, further, tiles->nothing, rows);
+    const char *const *rows = take_rows(sheet, plane, k, head, tiles->nothing, own, further);
     if (width == deep)
-        return;
-    sheet_fill(rows, SIDE, width, deep, tiles->rows);
-    for (size_t i = 0; i < SIDE; i++)
-        rows[i] = (const char *)(tiles->rows + i * deep);
+        return rows;
+    for (size_t i = 0; i < SIDE; i++) {
+        sheet_fill(rows[i] + *further, rows[i] == (const char *)tiles->nothing ? 0 : width, deep, tiles->rows + i * deep);
+        own[i] = (const char *)(tiles->rows + i * deep);
+    }
+    *further = 0;
+    return own;
 }
 
-/* Keys and values of a head to tiles. */
-TILED INLINE void sheet_pack(const Attention *attention, const Sheet *sheet, size_t further, const Tiles *tiles)
+TILED INLINE void sheet_pack_keys(const Attention *attention, const Sheet *sheet, size_t head, const Tiles *tiles)
 {
-    const size_t deep = tiles->deep;
-    const char *rows[SIDE];
     uint16_t *out = tiles->keys;
     for (size_t k = 0; k < sheet->keys; k += SIDE) {
-        sheet_take(attention, sheet, KEY, k, further, tiles, rows);
-        for (size_t d = 0; d < deep; d += DEEP) {
+        const char *own[SIDE];
+        size_t further;
+        const char *const *rows = sheet_take(attention, sheet, KEY, k, head, tiles, own, &further);
+        for (size_t d = 0; d < tiles->deep; d += DEEP) {
             vector columns[SIDE];
-            take_columns(rows, d * sizeof(uint16_t), columns);
+            take_columns(rows, further + d * sizeof(uint16_t), columns);
 #pragma GCC unroll 16
             for (size_t i = 0; i < SIDE; i++, out += DEEP)
                 *(vector *)out = columns[i];
         }
     }
+}
+
+TILED INLINE void sheet_pack_values(const Attention *attention, const Sheet *sheet, size_t head, const Tiles *tiles)
+{
+    const size_t deep = tiles->deep;
     for (size_t k = 0; k < tiles->chunks * DEEP; k += SIDE) {
-        sheet_take(attention, sheet, VALUE, k, further, tiles, rows);
-        uint16_t *chunk = tiles->values + k / DEEP * DEEP * deep + k % DEEP * SIDE;
-        for (size_t d = 0; d < deep; d += DEEP, chunk += 2 * SIDE * DEEP)
+        const char *own[SIDE];
+        size_t further;
+        const char *const *rows = sheet_take(attention, sheet, VALUE, k, head, tiles, own, &further);
+        uint16_t *out = tiles->values + k / DEEP * DEEP * deep + k % DEEP * SIDE;
 #pragma GCC unroll 8
-            for (size_t i = 0; i < SIDE; i += 2) {
-                const __m512i even = _mm512_loadu_si512((const uint16_t *)rows[i] + d);
-                const __m512i odd = _mm512_loadu_si512((const uint16_t *)rows[i + 1] + d);
-                _mm512_storeu_si512(chunk + i / 2 * DEEP, _mm512_unpacklo_epi16(even, odd));
-                _mm512_storeu_si512(chunk + SIDE * DEEP + i / 2 * DEEP, _mm512_unpackhi_epi16(even, odd));
+        for (size_t i = 0; i < SIDE; i += 2) {
+            const char *first = rows[i] + further, *second = rows[i + 1] + further;
+            for (size_t d = 0; d < deep; d += DEEP) {
+                const __m512i even = _mm512_loadu_si512((const uint16_t *)first + d);
+                const __m512i odd = _mm512_loadu_si512((const uint16_t *)second + d);
+                uint16_t *to = out + d * DEEP + i / 2 * DEEP;
+                _mm512_storeu_si512(to, _mm512_unpacklo_epi16(even, odd));
+                _mm512_storeu_si512(to + SIDE * DEEP, _mm512_unpackhi_epi16(even, odd));
             }
+        }
     }
 }
 
-/*
- * scores = queries of two strips, or the first, whose lines are `stride` bytes apart, times `groups` of SIDE keys.
- */
-TILED INLINE void sheet_match(const uint16_t *const *queries, const size_t *strides, bool both, const uint16_t *keys,
-                              size_t groups, size_t deep, float *scores, size_t line)
+/* scores = a strip of queries, whose lines are `stride` bytes apart, times `groups` of SIDE keys. */
+TILED INLINE void sheet_match(const uint16_t *queries, size_t stride, const uint16_t *keys, size_t groups, size_t deep,
+                              float *scores, size_t line)
 {
-    const size_t apart = line * sizeof *scores;
+    const size_t apart = line * sizeof *scores, group = SIDE * deep;
     AMX_SEES_MEMORY;
-    for (size_t g = 0; g < groups; g += 2, keys += 2 * SIDE * deep, scores += 2 * SIDE) {
-        const bool two = g + 1 < groups;
+    for (size_t g = 0; g < groups; g += 4, keys += 4 * group, scores += 4 * SIDE) {
+        const size_t some = groups - g;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
         for (size_t d = 0; d < deep; d += DEEP) {
-            _tile_loadd(4, queries[0] + d, strides[0]);
-            _tile_loadd(6, keys + d * SIDE, LINE);
-            _tile_dpbf16ps(0, 4, 6);
-            if (two) {
-                _tile_loadd(7, keys + (deep + d) * SIDE, LINE);
-                _tile_dpbf16ps(1, 4, 7);
+            const uint16_t *b = keys + d * SIDE;
+            _tile_loadd(4, queries + d, stride);
+            _tile_loadd(5, b, LINE);
+            _tile_dpbf16ps(0, 4, 5);
+            if (some > 1) {
+                _tile_loadd(6, b + group, LINE);
+                _tile_dpbf16ps(1, 4, 6);
             }
-            if (both) {
-                _tile_loadd(5, queries[1] + d, strides[1]);
-                _tile_dpbf16ps(2, 5, 6);
-                if (two)
-                    _tile_dpbf16ps(3, 5, 7);
+            if (some > 2) {
+                _tile_loadd(7, b + 2 * group, LINE);
+                _tile_dpbf16ps(2, 4, 7);
+            }
+            if (some > 3) {
+                _tile_loadd(5, b + 3 * group, LINE);
+                _tile_dpbf16ps(3, 4, 5);
             }
         }
         _tile_stored(0, scores, apart);
-        if (two)
+        if (some > 1)
             _tile_stored(1, scores + SIDE, apart);
-        if (both) {
-            _tile_stored(2, scores + SIDE * line, apart);
-            if (two)
-                _tile_stored(3, scores + SIDE * line + SIDE, apart);
-        }
+        if (some > 2)
+            _tile_stored(2, scores + 2 * SIDE, apart);
+        if (some > 3)
+            _tile_stored(3, scores + 3 * SIDE, apart);
     }
 }
 
-/* sums [SHEET_BAND, deep] = weights of two strips, or the first, times the values of `chunks` times DEEP keys. */
-TILED INLINE void sheet_add(const uint16_t *weights, size_t line, bool both, const uint16_t *values, size_t chunks,
-                            size_t deep, float *sums)
+/* sums [SIDE, deep] = weights of a strip times the values of `chunks` times DEEP keys. */
+TILED INLINE void sheet_add(const uint16_t *weights, size_t line, const uint16_t *values, size_t chunks, size_t deep,
+                            float *sums)
 {
-    const size_t apart = line * sizeof *weights;
+    const size_t apart = deep * sizeof *sums, tile = SIDE * DEEP;
     AMX_SEES_MEMORY;
-    for (size_t d = 0; d < deep; d += DEEP) {
+    for (size_t d = 0; d < deep; d += 2 * DEEP) {
+        const bool both = d + DEEP < deep;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
         for (size_t chunk = 0; chunk < chunks; chunk++) {
             const uint16_t *b = values + (chunk * deep + d) * DEEP;
-            _tile_loadd(4, weights + chunk * DEEP, apart);
-            _tile_loadd(6, b, LINE);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, b + SIDE * DEEP, LINE);
-            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(4, weights + chunk * DEEP, line * sizeof *weights);
+            _tile_loadd(5, b, LINE);
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_loadd(6, b + tile, LINE);
+            _tile_dpbf16ps(1, 4, 6);
             if (both) {
-                _tile_loadd(5, weights + SIDE * line + chunk * DEEP, apart);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
+                _tile_loadd(7, b + 2 * tile, LINE);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_loadd(5, b + 3 * tile, LINE);
+                _tile_dpbf16ps(3, 4, 5);
             }
         }
-        _tile_stored(0, sums + d, deep * sizeof *sums);
-        _tile_stored(1, sums + d + SIDE, deep * sizeof *sums);
+        _tile_stored(0, sums + d, apart);
+        _tile_stored(1, sums + d + SIDE, apart);
         if (both) {
-            _tile_stored(2, sums + SIDE * deep + d, deep * sizeof *sums);
-            _tile_stored(3, sums + SIDE * deep + d + SIDE, deep * sizeof *sums);
+            _tile_stored(2, sums + d + 2 * SIDE, apart);
+            _tile_stored(3, sums + d + 3 * SIDE, apart);
         }
     }
 }
@@ -192,18 +203,17 @@ TILED INLINE __m512 sheet_power(__m512 y)
 }
 
 /* Scores of a strip to weights in bfloat16, whose lines end with a whole chunk, and shares as in sheet_soften. */
-TILED INLINE void sheet_weigh(const Band *band, size_t at, size_t rows, float *scores, const Tiles *tiles,
-                              uint16_t *weights, float *shares)
+TILED INLINE void sheet_weigh(const Band *band, size_t rows, const Tiles *tiles, float *shares)
 {
     const size_t count = band->last - band->first;
     float base[SIDE];
-    const __m512 factor = _mm512_set1_ps(sheet_bases(band, at, rows, scores, tiles->line, base));
+    const __m512 factor = _mm512_set1_ps(sheet_bases(band, 0, rows, tiles->scores, tiles->line, base));
     vector sums[SIDE];
     for (size_t r = 0; r < SIDE; r++)
         sums[r] = SPLAT(0);
     for (size_t r = 0; r < rows; r++) {
-        const float *score = scores + r * tiles->line;
-        uint16_t *out = weights + r * tiles->weight_line;
+        const float *score = tiles->scores + r * tiles->line;
+        uint16_t *out = tiles->weights + r * tiles->weight_line;
         const __m512 least = _mm512_set1_ps(base[r]);
         __m512 sum = _mm512_setzero_ps(), other = sum;
         size_t k = 0;
@@ -225,7 +235,7 @@ TILED INLINE void sheet_weigh(const Band *band, size_t at, size_t rows, float *s
     STORE(shares) = pick(total == 0, SPLAT(0), 1 / total); /* a query that sees no key: zeros */
 }
 
-/* Sums of a band to outputs, their columns put in order. */
+/* Sums of a strip to outputs, their columns put in order. */
 TILED INLINE void sheet_finish(size_t rows, const float *sums, size_t deep, const float *shares, size_t width,
                                char *output, ptrdiff_t line)
 {
@@ -245,9 +255,25 @@ TILED INLINE void sheet_finish(size_t rows, const float *sums, size_t deep, cons
     }
 }
 
+/* Products of a strip's queries, which begin at `query`, and keys to scores. */
+TILED INLINE void sheet_score(const Attention *attention, const char *query, ptrdiff_t line, size_t rows,
+                              const Band *band, const Tiles *tiles)
+{
+    const size_t width = attention->stored.width, deep = tiles->deep;
+    const bool lies = rows == SIDE && width == deep;
+    for (size_t r = 0; r < rows && !lies; r++)
+        sheet_fill(query + (ptrdiff_t)r * line, width, deep, tiles->queries + r * deep);
+    sheet_match(lies ? (const uint16_t *)query : tiles->queries, lies ? (size_t)line : deep * sizeof *tiles->queries,
+                tiles->keys + band->first * deep, (band->last - band->first + SIDE - 1) / SIDE, deep, tiles->scores,
+                tiles->line);
+}
+
+/*
+ * ROADS NOT TAKEN.  To make the products of a strip while the one before becomes weights, to pack values meanwhile, or to
+ * take two or four strips at a time: all took longer.
+ */
 TILED static void sheet_attend(const Attention *attention, const Sheet *sheet, void *scratch)
 {
-    const size_t width = attention->stored.width;
     Tiles space;
     const Tiles *tiles = &space;
     sheet_tiles(attention, sheet->keys, scratch, &space);
@@ -255,41 +281,21 @@ TILED static void sheet_attend(const Attention *attention, const Sheet *sheet, v
     memset(tiles->nothing, 0, deep * sizeof *tiles->nothing);
     _tile_loadconfig(&tile_shapes);
     for (size_t head = 0; head < sheet->heads; head++) {
-        const size_t further = head * sheet->step;
-        sheet_pack(attention, sheet, further, tiles);
-        for (size_t first = 0; first < sheet->queries; first += SHEET_BAND) {
-            const size_t rows = sheet->queries - first < SHEET_BAND ? sheet->queries - first : SHEET_BAND;
-            const bool both = rows > SIDE;
+        sheet_pack_keys(attention, sheet, head, tiles);
+        sheet_pack_values(attention, sheet, head, tiles);
+        for (size_t first = 0; first < sheet->queries; first += SIDE) {
+            const size_t left = sheet->queries - first, rows = left < SIDE ? left : SIDE;
             const Band band = sheet_band(attention, sheet, head, first, rows, DEEP);
-            const size_t count = band.last - band.first;
-            const char *query = sheet->query + (ptrdiff_t)first * sheet->query_line + further;
-            const uint16_t *queries[2];
-            size_t strides[2];
-            float shares[SHEET_BAND];
-            for (size_t strip = 0; strip * SIDE < rows; strip++) {
-                const size_t some = rows - strip * SIDE < SIDE ? rows - strip * SIDE : SIDE;
-                const char *from = query + (ptrdiff_t)(strip * SIDE) * sheet->query_line;
-                queries[strip] = (const uint16_t *)from;
-                strides[strip] = (size_t)sheet->query_line;
-                if (some == SIDE && width == deep)
-                    continue;
-                const char *lines[SIDE];
-                for (size_t r = 0; r < some; r++)
-                    lines[r] = from + (ptrdiff_t)r * sheet->query_line;
-                uint16_t *own = tiles->queries + strip * SIDE * deep;
-                sheet_fill(lines, some, width, deep, own);
-                queries[strip] = own;
-                strides[strip] = deep * sizeof *own;
-            }
-            sheet_match(queries, strides, both, tiles->keys + band.first * deep, (count + SIDE - 1) / SIDE, deep,
-                        tiles->scores, tiles->line);
-            for (size_t at = 0; at < rows; at += SIDE)
-                sheet_weigh(&band, at, rows - at < SIDE ? rows - at : SIDE, tiles->scores + at * tiles->line, tiles,
-                            tiles->weights + at * tiles->weight_line, shares + at);
-            sheet_add(tiles->weights, tiles->weight_line, both, tiles->values + band.first * deep,
-                      (count + DEEP - 1) / DEEP, deep, tiles->sums);
-            sheet_finish(rows, tiles->sums, deep, shares, width,
-                         sheet->output + (ptrdiff_t)first * sheet->output_line + further, sheet->output_line);
+            float shares[SIDE];
+            expect_queries(sheet, head, first, rows);
+            sheet_score(attention, sheet->query + (ptrdiff_t)first * sheet->query_line + head * sheet->step,
+                        sheet->query_line, rows, &band, tiles);
+            sheet_weigh(&band, rows, tiles, shares);
+            sheet_add(tiles->weights, tiles->weight_line, tiles->values + band.first * deep,
+                      (band.last - band.first + DEEP - 1) / DEEP, deep, tiles->sums);
+            sheet_finish(rows, tiles->sums, deep, shares, attention->stored.width,
+                         sheet->output + (ptrdiff_t)first * sheet->output_line + head * sheet->step,
+                         sheet->output_line);
         }
     }
     _tile_release();

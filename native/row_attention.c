@@ -20,7 +20,8 @@
  *     arguments are known to be sound.
  *   - The batch and the number of threads decide how queries are cut into tasks, and the arithmetic treats few queries
  *     otherwise than many. The result depends on neither for a sequence whose rows are all fresh, if all of its queries
- *     are asked, or the first alone: its number of rows decides the arithmetic. Else it depends by rounding only.
+ *     are asked, or the first alone: its number of rows decides the arithmetic. Else it depends by rounding only. Of a
+ *     sheet no query depends on the batch, the threads, or what else is asked, not even by rounding.
  *
  * THREADS and INSTRUCTION SETS: see team.h.
  */
@@ -86,7 +87,7 @@ typedef struct Job {
     Distances *distances; /* of each head, or NULL */
     char *ready;
 
-    size_t tile, share; /* queries of a task, or heads of a sheet */
+    size_t tile, share, part; /* queries of a task; heads of a sheet, and its queries */
     size_t *tasks; /* before each sequence, [batch + 1] */
     char *scratch; /* for each thread: of the kernel, queries of a task, a row in float32, the ring */
     size_t kernel_bytes, query_bytes, row_bytes, scratch_bytes;
@@ -226,11 +227,11 @@ static size_t tasks_of(const Job *job, size_t sequence)
 {
     const size_t queries = queries_of(job, sequence);
     if (is_sheet(job, sequence))
-        return queries > 0 ? (job->heads + job->share - 1) / job->share : 0;
+        return (queries + job->part - 1) / job->part * ((job->heads + job->share - 1) / job->share);
     return (queries + job->tile - 1) / job->tile * job->heads;
 }
 
-/* Chooses tile and share and counts the tasks: large ones read keys less often, many are shared better. */
+/* Chooses tile, share and part and counts the tasks: large ones read keys less often, many are shared better. */
 static void plan(Job *job, size_t threads)
 {
     size_t longest = 0;
@@ -240,6 +241,7 @@ static void plan(Job *job, size_t threads)
             job->sheet_keys = keys_of(job, b);
     }
     job->share = job->heads;
+    job->part = round_to(longest, LEAST);
     const size_t made = 2 * job->sheet_keys * job->attention.stored.width * item_bytes[job->attention.type];
     if (makes_rows(job) && job->share * made > MADE)
         job->share = made > MADE ? 1 : MADE / made;
@@ -256,8 +258,11 @@ static void plan(Job *job, size_t threads)
             job->tasks[b + 1] = job->tasks[b] + tasks_of(job, b);
         /* Where there are windows, the first query of a task decides how its keys are cut into blocks. */
         const bool large = job->window == 0 && job->tile > 2 * LEAST;
-        if (threads == 1 || job->tasks[job->batch] >= OVER * threads || (!large && job->share == 1))
+        const bool sheets = job->sheet_keys > 0 && (job->share > 1 || job->part > 2 * LEAST);
+        if (threads == 1 || job->tasks[job->batch] >= OVER * threads || !(large || sheets))
             break;
+        if (sheets && job->share == 1)
+            job->part = round_to(job->part / 2, LEAST);
         job->share = (job->share + 1) / 2;
         if (large)
             job->tile = round_to(job->tile / 2, LEAST);
@@ -283,12 +288,14 @@ static bool make_window(Job *job)
     return true;
 }
 
-/* Some heads of a sequence, from `head` on. */
-static void attend_sheet(const Job *job, size_t sequence, size_t head, char *scratch)
+/* Some heads of a sequence, and some of its queries. */
+static void attend_sheet(const Job *job, size_t sequence, size_t number, char *scratch)
 {
+    const size_t shares = (job->heads + job->share - 1) / job->share, begin = number / shares * job->part;
+    const size_t head = number % shares * job->share, behind = queries_of(job, sequence) - begin;
     const size_t bytes = job->attention.stored.width * item_bytes[job->attention.type];
     const size_t left = job->heads - head, heads = left < job->share ? left : job->share, keys = keys_of(job, sequence);
-    const int64_t first = job->asked[sequence];
+    const int64_t first = job->asked[sequence] + (int64_t)begin;
     const bool makes = makes_rows(job);
     const char **places[2];
     char *row = scratch + job->sheet_bytes + job->place_bytes, *made = row + job->row_bytes;
@@ -298,7 +305,7 @@ static void attend_sheet(const Job *job, size_t sequence, size_t head, char *scr
             places[plane][k] = locate_row(job, sequence, head, heads, plane, k, made, row);
     }
     const Sheet sheet = {.heads = heads,
-                         .queries = queries_of(job, sequence),
+                         .queries = behind < job->part ? behind : job->part,
                          .keys = keys,
                          .step = bytes,
                          .rows = {places[KEY], places[VALUE]},
@@ -307,6 +314,7 @@ static void attend_sheet(const Job *job, size_t sequence, size_t head, char *scr
                          .query_line = job->query.line,
                          .output_line = job->output.line,
                          .positions = job->positions ? job->positions + first : NULL,
+                         .position = begin,
                          .bias = job->table ? job->table + head * job->table_line + job->table_span - 1 : NULL,
                          .bias_step = job->table_line,
                          .window = job->window};
@@ -325,7 +333,7 @@ static void attend_task(const Job *job, size_t number, char *scratch)
             high = middle;
     }
     if (is_sheet(job, low)) {
-        attend_sheet(job, low, (number - job->tasks[low]) * job->share, scratch);
+        attend_sheet(job, low, number - job->tasks[low], scratch);
         return;
     }
     const size_t rest = number - job->tasks[low], head = rest % job->heads, first = rest / job->heads * job->tile;

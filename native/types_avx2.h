@@ -10,3 +10,4 @@
 #define STORE_BFLOATS(to, v)                                                                                           \
     _mm_storeu_si128((__m128i *)(to), _mm_packs_epi32(_mm256_castsi256_si128((__m256i)(v)),                            \
                                                       _mm256_extracti128_si256((__m256i)(v), 1)))
+#define LARGER(a, b) (vector)_mm256_max_ps((__m256)(a), (__m256)(b))

@@ -11,3 +11,4 @@
 #define NARROW_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), (__m256i)_mm512_cvtneps_pbh((__m512)(v)))
 #endif
 #define STORE_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtepi32_epi16((__m512i)(v)))
+#define LARGER(a, b) (vector)_mm512_max_ps((__m512)(a), (__m512)(b))

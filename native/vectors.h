@@ -6,7 +6,8 @@
  * keys are not transposed; with KEYS keys they are LANES sums), and, or nothing for plain C: HALVES, BFLOATS, BYTES,
  * NIBBLES (LANES float16, bfloat16, int8 or 4-bit numbers to a vector of floats), ROUND_HALF (a vector rounded to
  * float16), STORE_HALVES, STORE_BFLOATS (the low halves of a vector of integers, which they are with their signs),
- * NARROW_BFLOATS (a vector as bfloat16, for processors that round to it themselves).
+ * NARROW_BFLOATS (a vector as bfloat16, for processors that round to it themselves), LARGER (lane by lane the first, if
+ * it is larger, else the second).
  */
 
 #include <math.h>
@@ -103,7 +104,11 @@ INLINE void swap(vector *square, int step)
 
 INLINE vector higher(vector v, vector other)
 {
+#ifdef LARGER
+    return LARGER(other, v);
+#else
     return pick(other > v, other, v);
+#endif
 }
 
 static inline float largest(vector v)

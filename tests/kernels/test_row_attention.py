@@ -22,7 +22,7 @@ SETS = instruction_sets()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}  # times (1 + abs(expected))
 RECORDS = [torch.bfloat16, torch.float16, torch.float32, torch.int8]
 LENGTHS = [1, 2, 15, 16, 17, 40, 64, 65, 100, 130]
-SPAN = 600
+SPAN = 1200
 
 
 @dataclass
@@ -213,8 +213,9 @@ def test_heads_that_cannot_be_shared_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_long_sequences_agree_with_float64(isa: str, dtype: torch.dtype, extra: str) -> None:
-    """Several tiles, spans and rounds of the ring of rows that were converted."""
-    batch = Batch([512, 3], 1, 32, dtype, 0.5, torch.int8)
+    """Several tiles, spans and rounds of the ring of rows that were converted; no sheet."""
+    distant = extra.startswith(("c2p", "p2c", "both"))
+    batch = Batch([512 if distant else 1100, 3], 1, 32, dtype, 0.5, torch.int8)
     call = batch.make() | extras(extra, batch)
     assert error(attend(**call, isa=isa), expect(call)) <= TOLERANCE[dtype]
 
@@ -406,6 +407,80 @@ def test_a_sequence_may_have_no_fresh_row_and_a_batch_no_sequence() -> None:
     assert error(output, attend_plain(queries, keys, values, layout=layout, dtype=torch.float64, **call)) <= 1e-5
     nothing = Layout(np.array([0]), np.array([0]))
     assert attend(rows[:0], rows[:0], rows[:0], 3, nothing, scale=1.0).shape == (0, 96)
+
+
+SHORT = [1, 15, 16, 17, 31, 32, 33, 46, 48, 63, 64, 65, 96, 127, 200, 255, 256]  # keys; up to 1,024 are one sheet
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("extra", ["none", "table", "window", "turn", "turn of some"])
+def test_sheets_of_any_size_agree_with_float64(isa: str, dtype: torch.dtype, extra: str) -> None:
+    """One query to all of them, several bands; rows that fill vectors and tiles, and rows that do not."""
+    for fresh, record in ((0.03, dtype), (0.2, torch.int8), (0.7, torch.float32), (1.0, dtype)):
+        for heads, width in ((3, 32), (2, 64), (2, 40)):
+            batch = Batch(SHORT, heads, width, dtype, fresh, record)
+            call = batch.make() | (extras(extra, batch) if "turn" not in extra or fresh < 1 else {})
+            assert error(attend(**call, isa=isa), expect(call)) <= TOLERANCE[dtype], (fresh, width)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sequences_around_the_longest_sheet_agree_with_float64(isa: str, dtype: torch.dtype) -> None:
+    """Sheets and others in one batch, each with a scratch of its own form."""
+    for record in (dtype, torch.int8):
+        batch = Batch([1024, 1025, 3, 1100, 40], 2, 64, dtype, 0.05, record)
+        call = batch.make() | extras("table", batch)
+        assert error(attend(**call, isa=isa), expect(call)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("isa", [name for name in SETS if name != "plain"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("extra", ["none", "table", "table in a window", "wide window", "turn"])
+def test_a_query_of_a_short_sequence_has_the_same_bits_whatever_is_asked_beside_it(
+    isa: str, dtype: torch.dtype, record: torch.dtype, extra: str
+) -> None:
+    """Its rows of records too: with all fresh rows, with a few, alone; in any batch; with any number of threads."""
+    batch = Batch([330, 46, 9, 64], 4, 32, dtype, 0.5, record)
+    call = batch.make()
+    call |= {"window": 90} if extra == "wide window" else extras(extra, batch)
+    expected = attend(**call, isa=isa, threads=1)
+    layout, stored = call["layout"], call["stored"]
+    for rows in (np.arange(0, len(expected), 3), np.array([0, 5, 160]), np.arange(140, 180), np.array([170])):
+        some = call | {"queries": call["queries"][rows], "layout": layout.asking(rows)}
+        for threads in (1, 2, 16):
+            assert torch.equal(attend(**some, isa=isa, threads=threads), expected[rows])
+    begin, end = (int(layout.starts[place]) for place in (1, 2))
+    keys = slice(int(layout.key_starts[1]), int(layout.key_starts[2]))
+    sources = layout.sources[keys] - np.where(layout.sources[keys] < 0, 0, begin).astype(np.int32)
+    alone = call | {name: call[name][begin:end] for name in ("queries", "keys", "values")}
+    alone["layout"] = Layout(
+        np.array([0, end - begin]), np.array([0, keys.stop - keys.start]), layout.positions[begin:end], sources
+    )
+    own = {name: None if (given := getattr(stored, name)) is None else given[1:2]
+           for name in ("keys", "values", "rows", "key_scales", "value_scales")}  # fmt: skip
+    alone["stored"] = replace(stored, **own)
+    assert torch.equal(attend(**alone, isa=isa), expected[begin:end])
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_short_sequence_bears_odd_scales_and_hidden_keys(isa: str, dtype: torch.dtype) -> None:
+    """Scores times a negative number, times 0, far apart; keys that are hidden, all of them for the first query."""
+    batch = Batch([46, 20], 2, 32, dtype)
+    call = batch.make()
+    for scale in (-0.3, 0.0, 2.0):
+        odd = call | {"scale": scale}
+        assert error(attend(**odd, isa=isa), expect(odd)) <= TOLERANCE[dtype]
+    table = torch.zeros(1, 2 * 46 - 1)
+    table[0, 45:] = -torch.inf  # a query sees keys before it
+    hidden = call | {"table": table}
+    output, expected = attend(**hidden, isa=isa), expect(hidden)
+    firsts = call["layout"].starts[:-1]
+    assert bool((output[firsts] == 0).all())
+    expected[firsts] = 0
+    assert error(output, expected) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("isa", SETS)
