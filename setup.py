@@ -37,6 +37,7 @@ ATTENTION_PARTS = [
     "attention_tiles",
     "attention_kernel",
     "attention_rows",
+    "attention_columns",
     "attention_sets",
     "attention_sheet",
     "attention_sheet_amx",

@@ -12,4 +12,5 @@
 #include "vectors.h"
 #include "attention_rows.h"
 #include "attention_kernel.h"
+#include "attention_columns.h"
 #include "attention_sheet.h"

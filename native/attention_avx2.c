@@ -15,6 +15,7 @@
 #include "vectors.h"
 #include "attention_rows.h"
 #include "attention_kernel.h"
+#include "attention_columns.h"
 #include "attention_sheet.h"
 
 const Kernel attention_avx2 = {"avx2", TILE, true, false, scratch_bytes, attend, store, bring, bring_heads,

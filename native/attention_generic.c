@@ -7,6 +7,7 @@
 #include "vectors.h"
 #include "attention_rows.h"
 #include "attention_kernel.h"
+#include "attention_columns.h"
 #include "attention_sheet.h"
 
 const Kernel attention_generic = {"generic", TILE, true, false, scratch_bytes, attend, store, bring, bring_heads,

@@ -170,12 +170,15 @@ static void bring_heads(const Format *format, const char *row, const float *scal
 {
     enum { SOME = 16 * LANES };
     const size_t width = format->width, item = item_bytes[type];
+    const bool direct = type == FLOAT32;
     float numbers[SOME];
     if (!format->bits) {
         for (size_t i = 0, some; i < heads * width; i += some) {
             some = heads * width - i < SOME ? heads * width - i : SOME;
-            widen(row + i * item_bytes[format->type], format->type, some, numbers);
-            narrow(numbers, some, type, out + i * item);
+            float *to = direct ? (float *)(void *)out + i : numbers;
+            widen(row + i * item_bytes[format->type], format->type, some, to);
+            if (!direct)
+                narrow(numbers, some, type, out + i * item);
         }
         return;
     }
@@ -183,13 +186,15 @@ static void bring_heads(const Format *format, const char *row, const float *scal
         for (size_t i = 0, some; i < width; i += some) {
             size_t at = 0;
             some = width - i < SOME ? width - i : SOME;
+            float *to = direct ? (float *)(void *)out + i : numbers;
 #ifdef BYTES
             for (; at + LANES <= some; at += LANES)
-                STORE(numbers + at) = BYTES(row + i + at) * scales[head];
+                STORE(to + at) = BYTES(row + i + at) * scales[head];
 #endif
             for (; at < some; at++)
-                numbers[at] = (float)code_at(row, 8, i + at) * scales[head];
-            narrow(numbers, some, type, out + i * item);
+                to[at] = (float)code_at(row, 8, i + at) * scales[head];
+            if (!direct)
+                narrow(numbers, some, type, out + i * item);
         }
 }
 
