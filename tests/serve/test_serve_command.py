@@ -107,7 +107,7 @@ def test_loading_is_said_before_the_model_is_loaded(model: str, monkeypatch: pyt
     monkeypatch.setattr("attmemo.serve.logs.write_logs", lambda *_: None)
     monkeypatch.setattr(Service, "start", start)
     with redirect_stdout(StringIO()) as stream, pytest.raises(typer.Exit):
-        command.serve(model, port=0, budget=0)
+        command.serve(model, port=0, budget=0, fill=True)
     assert seen == [f"loading {model} …\n"]
 
 

@@ -58,7 +58,7 @@ class Filling:
         try:
             raw = file.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
-            what, hint = f"it has no {FILLING}", f"memoize(model, database={str(path)!r}, budget=0.01) makes one"
+            what, hint = f"it has no {FILLING}", f"memoize(model, fill={str(path)!r}, budget=0.01) makes one"
             if (path / MANIFEST).is_file():
                 what, hint = "it is a prepared one", f"attmemo inspect {path}; what is to go, a new build leaves out"
             raise DatabaseNotFoundError(f"{path} is no database that fills itself: {what}.", hint) from error
