@@ -58,6 +58,14 @@ def _never_idle() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _never_faster() -> Iterator[None]:
+    """8-bit layers are taken to be as fast as exact ones: what a budget chooses must not depend on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attmemo.handle.stack.speed_of", lambda *_: 1.0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache directory."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
-from packed_tools import MODELS, batch, has_types, rows_database
+from packed_models import MODELS, batch, has_types, rows_database
 
 from attmemo import Database, DatabaseError, memoize, unmemoize
 from attmemo.db import cache_directory, filling_path

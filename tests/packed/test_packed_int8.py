@@ -179,7 +179,7 @@ class TestRefusals:
     def test_maps_and_unknown_words_are_refused(self, bare: Any) -> None:
         with pytest.raises(ValueError, match="linear='int8' is a setting of packed blocks"):
             memoize(bare, reuse="maps", linear="int8")
-        with pytest.raises(ValueError, match="linear must be one of exact, int8; got 'int4'"):
+        with pytest.raises(ValueError, match="linear must be one of auto, exact, int8; got 'int4'"):
             memoize(bare, linear="int4")
         with pytest.raises(AttmemoError, match="linear='int8' is a setting of packed blocks"):
             Settings(model="some", reuse="maps", linear="int8")

@@ -362,7 +362,7 @@ class TestVerdict:
         never = command.verdict(self.result(9.0, 9.0, False))
         assert "does not pay" in never
         assert "over the last third" in never
-        assert "reuse='none'), 1.25x the stock model" in never
+        assert "memoize(model), 1.25x the stock model" in never
 
 
 @pytest.mark.parametrize("batches", [1, 3, 4, 7, 96, 100, 150, 200])
