@@ -60,7 +60,8 @@ def cold(shared: Path, out: Path) -> dict[str, Any]:
             simulated = simulate(asked, Every(), Unbounded(1 << 60), rule, kinds)
             one: dict[str, Any] = {"simulated": simulated["rows"] / simulated["tokens"]}
             for name, kind in (("no guard", Unguarded), ("guard", Guard)):
-                memoize(model, database=":memory:", tokenizer=tokenizer, gate=False, threshold=0.5, budget=0.01)
+                memoize(model, database=":memory:", tokenizer=tokenizer, gate=False, threshold=0.5, budget=0.01,
+                        linear="exact")  # fmt: skip
                 handle: Any = model.attmemo
                 handle.guard_anew(kind(0.01, 0.95, seed=0))
                 curve = []
@@ -155,7 +156,7 @@ def cost(shared: Path, _: Path) -> dict[str, Any]:
 
 def unguarded(model: Any, **options: Any) -> Any:
     """The handle of a model that is memoized with these options, and whose guard serves whatever is found."""
-    memoize(model, **options, budget=0.01)
+    memoize(model, **options, budget=0.01, linear="exact")
     model.attmemo.guard_anew(Unguarded(0.01, 0.95, seed=0))
     return model.attmemo
 

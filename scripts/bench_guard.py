@@ -115,7 +115,8 @@ class Served:
         tokenizer, both = load(shared, which)
         model, exact = both
         answers = Answers(settings.get("answer", "auto"), 0.98)
-        memoize(model, database=":memory:", reuse="rows", tokenizer=tokenizer, gate=False, **settings, budget=0.01)
+        memoize(model, database=":memory:", reuse="rows", tokenizer=tokenizer, gate=False, **settings, budget=0.01,
+                linear="exact")  # fmt: skip
         memoize(exact, reuse="none")
         handle: Any = model.attmemo
         handle.guarded.idle.close()  # later requests verify: else numbers would depend on when this machine rests
