@@ -26,7 +26,7 @@ enum {
     CHUNK = 48, /* rows of a task at most: what is kept of them stays in the processor's cache */
     /* The matrix unit is so fast that it waits for weights if they come for fewer rows than the second cache holds. */
     AMX_CHUNK = 512,
-    AMX_BYTES = 1 << 20, /* of these rows */
+    AMX_BYTES = 3 << 18, /* of these rows */
     MOST_WIDTH = 512, /* numbers of a head that is normed or turned */
 };
 
@@ -97,7 +97,7 @@ typedef struct {
     uint8_t *codes; /* [the kernel's chunk][code_line]: of CODES; of AMX's BFLOATS as tiles */
     size_t code_line;
     float scales[AMX_CHUNK];
-    int32_t zeros[AMX_CHUNK];
+    float zeros[AMX_CHUNK];
 } Rows;
 
 typedef struct {

@@ -5,14 +5,7 @@
 
 #include "linear_kernel.h"
 
-#define SUM float
 #define LEAST(a, b) ((vector)_mm512_min_ps((__m512)(a), (__m512)(b)))
 #define MOST(a, b) ((vector)_mm512_max_ps((__m512)(a), (__m512)(b)))
-
-static inline vector result_of(const Product *product, const Rows *rows, size_t row, const float *sums, size_t column)
-{
-    (void)rows, (void)row;
-    return LOAD(sums) + LOAD(product->bias + column);
-}
 
 #include "linear_finish.h"

@@ -4,6 +4,7 @@
  */
 
 #include "linear_kernel.h"
+#include "linear_finish.h"
 
 enum { AHEAD = 24 }; /* inputs, 6 KiB of a panel: with few rows, memory is what a product waits for */
 
@@ -35,14 +36,6 @@ INLINE void sum_products(const char *from, size_t line, const char *weights, siz
             for (int c = 0; c < COLUMNS; c++)
                 STORE(sums[r] + part + LANES * c) = held[r][c];
     }
-}
-
-static inline void finish(const Product *product, const Rows *rows, size_t first, size_t row, float *sums, size_t panel)
-{
-    (void)rows;
-    for (int i = 0; i < PANEL; i += LANES)
-        STORE(sums + i) += LOAD(product->bias + panel * PANEL + i);
-    finish_row(product, first + row, sums, panel);
 }
 
 #include "linear_in_place.h"

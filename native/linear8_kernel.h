@@ -46,7 +46,8 @@ INLINE void sum_products(const uint8_t *codes, size_t line, const int8_t *weight
 static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
 {
     const int8_t *weights = (const int8_t *)product->weights + panel * product->panel_bytes;
-    size_t quads = (product->inputs + 3) / 4;
+    const size_t quads = (product->inputs + 3) / 4;
+    const End end = end_of(product, panel);
     int32_t sums[ROWS][PANEL] __attribute__((aligned(64)));
     for (size_t done = 0; done < count;) {
         const uint8_t *from = rows->codes + done * rows->code_line;
@@ -57,7 +58,7 @@ static void multiply_panel(const Product *product, size_t first, size_t count, c
 #undef CALL
         }
         for (int r = 0; r < some; r++, done++)
-            finish(product, rows, first, done, sums[r], panel);
+            finish(product, rows, first, done, sums[r], &end);
     }
 }
 

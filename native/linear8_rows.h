@@ -30,7 +30,7 @@ static inline Code code_of(float least, float most, bool finite, Rows *rows, siz
     Code code = {.inverse = finite ? 1.0f / scale : 0.0f, .finite = finite};
     code.zero = finite ? (int32_t)lrintf(-least * code.inverse) : 0;
     rows->scales[i] = finite ? scale : NAN;
-    rows->zeros[i] = code.zero;
+    rows->zeros[i] = (float)code.zero;
     return code;
 }
 
@@ -82,10 +82,19 @@ static inline void encode(const Product *product, size_t first, size_t i, Rows *
     encode_row(row, product->inputs, rows, i, codes, apart);
 }
 
-/* LANES numbers of the result, with bias, from their sums of products of codes. */
-static inline vector result_of(const Product *product, const Rows *rows, size_t row, const int32_t *sums, size_t column)
+typedef struct {
+    vector sums, scale, bias; /* sums: of the column's codes */
+} Columns;
+
+INLINE Columns columns_at(const Product *product, size_t column)
 {
-    integers exact = *(const integers *)sums - *(const integers *)(product->sums + column) * rows->zeros[row];
-    vector scale = LOAD(product->scales + column) * rows->scales[row];
-    return __builtin_convertvector(exact, vector) * scale + LOAD(product->bias + column);
+    return (Columns){__builtin_convertvector(*(const integers *)(product->sums + column), vector),
+                     LOAD(product->scales + column), LOAD(product->bias + column)};
+}
+
+/* LANES numbers of the result, with bias, from their sums of products of codes. */
+INLINE vector result_of(Columns columns, const Rows *rows, size_t row, const int32_t *sums)
+{
+    vector exact = __builtin_convertvector(*(const integers *)sums, vector) - columns.sums * rows->zeros[row];
+    return exact * (columns.scale * rows->scales[row]) + columns.bias;
 }

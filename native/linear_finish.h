@@ -1,10 +1,43 @@
 /*
  * linear_finish.h: from sums to rows of the result; whole panels of bfloat16 stay in registers. Included behind
- * linear_kernel.h, by files that define before: SUM (the type of sums), result_of (LANES numbers of the result, with bias,
- * from sums), and LEAST, MOST (the smaller and the larger number lane by lane).
+ * linear_kernel.h. Files that have vectors of bfloat16 define before: LEAST, MOST (the smaller and the larger number lane
+ * by lane). Those whose sums are no float32 define SUM (the type of sums), Columns and columns_at (what LANES columns have
+ * of their own), and result_of (LANES numbers of the result, with bias, from sums).
  */
 
+enum { HALF = PANEL / 2 };
+
+#ifndef SUM
+#define SUM float
+
+typedef struct {
+    vector bias;
+} Columns;
+
+INLINE Columns columns_at(const Product *product, size_t column)
+{
+    return (Columns){LOAD(product->bias + column)};
+}
+
+INLINE vector result_of(Columns columns, const Rows *rows, size_t row, const float *sums)
+{
+    (void)rows, (void)row;
+    return LOAD(sums) + columns.bias;
+}
+#endif
+
+/* What follows sums: nothing but a residual, GELU for bfloat16, a gate for bfloat16, or whatever the product asks for. */
+enum ending { PLAIN, SHORT_GELU, GATE, ANY };
+
 #ifdef BFLOATS
+
+#ifndef NARROW_PAIR
+#define NARROW_PAIR(to, v, w)                                                                                          \
+    do {                                                                                                               \
+        NARROW_BFLOATS(to, v);                                                                                         \
+        NARROW_BFLOATS((to) + 2 * LANES, w);                                                                           \
+    } while (0)
+#endif
 
 /*
  * GELU for a result in bfloat16: to 4e-5, of which bfloat16 sees nothing, in half the operations. The normal
@@ -23,71 +56,153 @@ INLINE vector gelu_in_short(vector x)
     return x * (u * p + 0.5f);
 }
 
-/* One row of the result in bfloat16, the columns of a whole panel: they stay in registers. */
-INLINE void finish_panel(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
-                         size_t column, enum activation activation)
+/* One row of the result in bfloat16, `width` columns: they stay in registers. */
+INLINE void finish_bfloats(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
+                           size_t column, const Columns *columns, int width, enum ending ending)
 {
     char *out = product->out + ((first + row) * product->outputs + column) * 2;
     const char *add = product->add ? product->add + (first + row) * product->add_line + column * 2 : NULL;
-#pragma GCC unroll 4
-    for (int i = 0; i < PANEL; i += LANES) {
-        vector v = result_of(product, rows, row, sums + i, column + i);
-        v = activation == GELU ? gelu_in_short(v) : v;
+    vector v[PANEL / LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < width / LANES; i++) {
+        v[i] = result_of(columns[i], rows, row, sums + i * LANES);
+        v[i] = ending == SHORT_GELU ? gelu_in_short(v[i]) : v[i];
         if (add)
-            v += (vector)BFLOATS(add + i * 2);
-        NARROW_BFLOATS(out + i * 2, v);
+            v[i] += (vector)BFLOATS(add + i * LANES * 2);
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < width / LANES; i += 2)
+        NARROW_PAIR(out + i * LANES * 2, v[i], v[i + 1]);
 }
 
-/* The same of a gated layer: half a panel of the result. */
-INLINE void finish_gate(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
-                        size_t panel, enum activation activation)
+/*
+ * The same of a gated layer: half a panel of the result. `sums` are activated and multiplied by `others`; the columns are
+ * those of the whole panel.
+ */
+INLINE void finish_gate_as(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
+                           const SUM *others, size_t column, const Columns *columns, enum activation activation)
 {
-    enum { HALF_PANEL = PANEL / 2 };
-    char *out = product->out + ((first + row) * product->outputs + panel * HALF_PANEL) * 2;
+    char *out = product->out + ((first + row) * product->outputs + column) * 2;
+    vector v[HALF / LANES];
 #pragma GCC unroll 4
-    for (int i = 0; i < HALF_PANEL; i += LANES) {
-        vector v = result_of(product, rows, row, sums + i, panel * PANEL + i);
-        v = activation == GELU ? gelu_in_short(v) : activated(v, activation);
-        NARROW_BFLOATS(out + i * 2, v * result_of(product, rows, row, sums + HALF_PANEL + i, panel * PANEL + HALF_PANEL + i));
+    for (int i = 0; i < HALF / LANES; i++) {
+        v[i] = result_of(columns[i], rows, row, sums + i * LANES);
+        v[i] = activation == GELU ? gelu_in_short(v[i]) : activated(v[i], activation);
+        v[i] *= result_of(columns[HALF / LANES + i], rows, row, others + i * LANES);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < HALF / LANES; i += 2)
+        NARROW_PAIR(out + i * LANES * 2, v[i], v[i + 1]);
+}
+
+INLINE void finish_gate(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
+                        const SUM *others, size_t column, const Columns *columns)
+{
+    switch (product->activation) {
+    case SILU:
+        finish_gate_as(product, rows, first, row, sums, others, column, columns, SILU);
+        break;
+    case GELU:
+        finish_gate_as(product, rows, first, row, sums, others, column, columns, GELU);
+        break;
+    default:
+        finish_gate_as(product, rows, first, row, sums, others, column, columns, GELU_TANH);
     }
 }
 
 #endif
 
-/* One row of the result from its sums. */
-static inline void finish(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
-                          size_t panel)
+static inline enum ending ending_of(const Product *product)
 {
-    size_t column = panel * PANEL;
-    float line[PANEL] __attribute__((aligned(LINE)));
 #ifdef BFLOATS
-    if (product->gated && product->out_type == BFLOAT16 && product->outputs - panel * (PANEL / 2) >= PANEL / 2) {
-        switch (product->activation) {
-        case SILU:
-            finish_gate(product, rows, first, row, sums, panel, SILU);
-            return;
-        case GELU:
-            finish_gate(product, rows, first, row, sums, panel, GELU);
-            return;
-        case GELU_TANH:
-            finish_gate(product, rows, first, row, sums, panel, GELU_TANH);
-            return;
-        default:
-            break;
-        }
-    }
-    bool whole = !product->gated && product->out_type == BFLOAT16 && product->outputs - column >= PANEL;
-    if (whole && product->activation == NONE) {
-        finish_panel(product, rows, first, row, sums, column, NONE);
-        return;
-    }
-    if (whole && product->activation == GELU) {
-        finish_panel(product, rows, first, row, sums, column, GELU);
+    if (product->out_type != BFLOAT16 || product->outputs % HALF)
+        return ANY;
+    if (product->gated)
+        return product->activation > RELU && !product->add ? GATE : ANY;
+    if (product->activation == NONE)
+        return PLAIN;
+    if (product->activation == GELU)
+        return SHORT_GELU;
+#else
+    (void)product;
+#endif
+    return ANY;
+}
+
+/* One row of the result from its sums, `width` columns, or as many of them as there are. */
+INLINE void finish_some(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums, size_t column,
+                        const Columns *columns, int width, enum ending ending)
+{
+#ifdef BFLOATS
+    if (ending != ANY) {
+        finish_bfloats(product, rows, first, row, sums, column, columns, width, ending);
         return;
     }
 #endif
-    for (int i = 0; i < PANEL; i += LANES)
-        STORE(line + i) = result_of(product, rows, row, sums + i, column + i);
-    finish_row(product, first + row, line, panel);
+    (void)ending;
+    float line[PANEL] __attribute__((aligned(LINE)));
+#pragma GCC unroll 8
+    for (int i = 0; i < width / LANES; i++)
+        STORE(line + i * LANES) = result_of(columns[i], rows, row, sums + i * LANES);
+    finish_row(product, first + row, line, column, width);
+}
+
+/* The same of a gated layer: half a panel of the result, from sums that are activated and as many others. */
+INLINE void finish_gated(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
+                         const SUM *others, size_t column, const Columns *columns, enum ending ending)
+{
+#ifdef BFLOATS
+    if (ending == GATE) {
+        finish_gate(product, rows, first, row, sums, others, column, columns);
+        return;
+    }
+#endif
+    (void)ending;
+    float line[PANEL] __attribute__((aligned(LINE)));
+    for (int i = 0; i < HALF / LANES; i++) {
+        STORE(line + i * LANES) = result_of(columns[i], rows, row, sums + i * LANES);
+        STORE(line + HALF + i * LANES) = result_of(columns[HALF / LANES + i], rows, row, others + i * LANES);
+    }
+    finish_row(product, first + row, line, column, HALF);
+}
+
+/* How the sums of a panel become results. */
+typedef struct {
+    size_t column; /* of the result: the first */
+    enum ending ending;
+    Columns columns[PANEL / LANES];
+} End;
+
+static inline End end_of(const Product *product, size_t panel)
+{
+    const size_t most = product->gated ? HALF : PANEL;
+    End end = {.column = panel * most, .ending = ending_of(product)};
+    if (product->outputs - end.column < most)
+        end.ending = ANY;
+    for (int i = 0; i < PANEL / LANES; i++)
+        end.columns[i] = columns_at(product, panel * PANEL + i * LANES);
+    return end;
+}
+
+/* One row of the result, the columns of a panel, from its sums. */
+static inline void finish(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
+                          const End *end)
+{
+    if (product->gated) {
+        if (end->ending == GATE)
+            finish_gated(product, rows, first, row, sums, sums + HALF, end->column, end->columns, GATE);
+        else
+            finish_gated(product, rows, first, row, sums, sums + HALF, end->column, end->columns, ANY);
+        return;
+    }
+    switch (end->ending) {
+    case PLAIN:
+        finish_some(product, rows, first, row, sums, end->column, end->columns, PANEL, PLAIN);
+        break;
+    case SHORT_GELU:
+        finish_some(product, rows, first, row, sums, end->column, end->columns, PANEL, SHORT_GELU);
+        break;
+    default:
+        finish_some(product, rows, first, row, sums, end->column, end->columns, PANEL, ANY);
+    }
 }

@@ -1,7 +1,6 @@
 /*
- * linear_in_place.h: products of rows that are read where they lie, panel after panel. Included behind linear_kernel.h, by
- * files that define before: sum_products (the sums of some rows and a panel of weights), finish (one row of the result
- * from its sums).
+ * linear_in_place.h: products of rows that are read where they lie, panel after panel. Included behind linear_finish.h, by
+ * files that define before: sum_products (the sums of some rows and a panel of weights).
  */
 
 static void take(const Product *product, size_t first, size_t count, Rows *rows)
@@ -14,6 +13,7 @@ static void take(const Product *product, size_t first, size_t count, Rows *rows)
 static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
 {
     const char *weights = product->weights + panel * product->panel_bytes;
+    const End end = end_of(product, panel);
     float sums[ROWS][PANEL] __attribute__((aligned(LINE)));
     for (size_t done = 0; done < count;) {
         const char *from = rows->from + done * rows->line;
@@ -24,7 +24,7 @@ static void multiply_panel(const Product *product, size_t first, size_t count, c
 #undef CALL
         }
         for (int r = 0; r < some; r++, done++)
-            finish(product, rows, first, done, sums[r], panel);
+            finish(product, rows, first, done, sums[r], &end);
     }
 }
 

@@ -46,11 +46,11 @@ INLINE vector activated(vector x, enum activation activation)
     }
 }
 
-INLINE void activate(float *numbers, int count, enum activation activation)
+INLINE void activate(float *numbers, int width, enum activation activation)
 {
 #define ALL(name)                                                                                                      \
     case name:                                                                                                         \
-        for (int i = 0; i < count; i += LANES)                                                                         \
+        for (int i = 0; i < width; i += LANES)                                                                         \
             STORE(numbers + i) = activated(LOAD(numbers + i), name);                                                   \
         break;
     switch (activation) {
@@ -64,20 +64,18 @@ INLINE void activate(float *numbers, int count, enum activation activation)
 #undef ALL
 }
 
-/* One row of the result, the columns of a panel, from its sums with bias. */
-INLINE void finish_row(const Product *product, size_t row, float *line, size_t panel)
+/*
+ * One row of the result, `width` columns or as many of them as there are, from its sums with bias. Of a gated layer, behind
+ * the numbers that are activated are as many that they are multiplied by.
+ */
+INLINE void finish_row(const Product *product, size_t row, float *line, size_t column, int width)
 {
     float more[PANEL] __attribute__((aligned(64)));
-    const size_t most = product->gated ? PANEL / 2 : PANEL, column = panel * most;
-    size_t count = product->outputs - column < most ? product->outputs - column : most;
+    activate(line, width, product->activation);
+    size_t count = product->outputs - column < (size_t)width ? product->outputs - column : (size_t)width;
     size_t bytes = item_bytes[product->out_type];
-    if (product->gated) {
-        activate(line, PANEL / 2, product->activation);
-        for (int i = 0; i < PANEL / 2; i += LANES)
-            STORE(line + i) *= LOAD(line + PANEL / 2 + i);
-    } else {
-        activate(line, PANEL, product->activation);
-    }
+    for (int i = 0; product->gated && i < width; i += LANES)
+        STORE(line + i) *= LOAD(line + width + i);
     if (product->add) {
         widen(product->add + row * product->add_line + column * bytes, product->out_type, count, more);
         for (size_t i = 0; i < count; i++)

@@ -9,6 +9,7 @@
 #define STORE_HALVES(to, v) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
 #ifdef __AVX512BF16__
 #define NARROW_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), (__m256i)_mm512_cvtneps_pbh((__m512)(v)))
+#define NARROW_PAIR(to, v, w) _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)(w), (__m512)(v)))
 #endif
 #define STORE_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtepi32_epi16((__m512i)(v)))
 #define LARGER(a, b) (vector)_mm512_max_ps((__m512)(a), (__m512)(b))
