@@ -64,6 +64,7 @@ LINEAR_PARTS = [
     "linear_face",
     "linear_kernel",
     "linear_finish",
+    "linear_gelu",
     "linear_in_place",
     "linear16_kernel",
     "linear32_kernel",

@@ -22,8 +22,10 @@ enum {
     HALF_STEP = 2 * SIDE * LINE,     /* bytes of two tiles */
     AHEAD = 2,       /* steps: weights come from far, and once; the first group of rows asks for them */
     NEAR = 1 << 18,  /* bytes of weights that meet all groups */
+    LAG = 2,         /* steps until sums are read that were stored */
+    KEPT = 3,        /* half panels of sums that are kept */
+    KEPT_GATED = 4,  /* of a gated layer: two whole panels, as one is finished before a half of the next one is there */
     PACE = 16,       /* binary places of the rows that are finished a step */
-    KEPT = 2,        /* half panels of sums that are kept; of a gated layer whole ones, each twice as much */
 };
 
 /*
@@ -87,9 +89,10 @@ INLINE void multiply_as(const Product *product, size_t first, size_t count, cons
     const int lines = (int)((HALF_STEP / LINE + groups - 1) / groups);
     const char *ahead = product->weights + panel * product->panel_bytes + AHEAD * HALF_STEP;
     const size_t apart = gated ? 2 * steps : steps; /* from some sums to the next ones that are finished */
-    const size_t pace = ((GROUP << PACE) + apart - 1) / apart, kept = gated ? 2 * KEPT : KEPT;
-    SUM sums[2 * KEPT][GROUP][HALF] __attribute__((aligned(LINE)));
-    Behind behind = {0};
+    const size_t pace = ((GROUP << PACE) + apart - 1) / apart, kept = gated ? KEPT_GATED : KEPT;
+    const size_t lag = steps > LAG ? LAG : steps - 1;
+    SUM sums[KEPT_GATED][GROUP][HALF] __attribute__((aligned(LINE)));
+    Behind behind = {0}, next = {0};
     size_t turn = 0;
     _tile_loadconfig(&tile_shapes);
     AMX_SEES_MEMORY;
@@ -116,7 +119,12 @@ INLINE void multiply_as(const Product *product, size_t first, size_t count, cons
                         TILE(3, 5, 7);
                     }
                     ahead = ask_ahead(ahead, from == 2 * panel && at == 0 ? HALF_STEP / LINE : lines);
-                    size_t due = (before + step + 1) * pace >> PACE;
+                    const size_t place = before + step;
+                    size_t due = (place < lag ? place + 1 + apart - lag : place + 1 - lag) * pace >> PACE;
+                    if (place == lag) {
+                        finish_behind(product, first, rows, &behind, behind.count, ending);
+                        behind = next;
+                    }
                     finish_behind(product, first, rows, &behind, due < behind.count ? due : behind.count, ending);
                 }
                 SUM *to = sums[turn][0];
@@ -130,17 +138,18 @@ INLINE void multiply_as(const Product *product, size_t first, size_t count, cons
                 if (gated && half % 2 == 0)
                     continue;
                 const size_t begin = gated ? half / 2 * PANEL : half * HALF, all = gated ? PANEL : HALF;
-                behind = (Behind){.column = gated ? half / 2 * HALF : begin,
-                                  .at = at,
-                                  .count = now,
-                                  .sums = (const SUM(*)[HALF])sums[gated ? turn - 1 : turn]};
+                next = (Behind){.column = gated ? half / 2 * HALF : begin,
+                                .at = at,
+                                .count = now,
+                                .sums = (const SUM(*)[HALF])sums[gated ? turn - 1 : turn]};
                 for (size_t i = 0; i < all / LANES; i++)
-                    behind.columns[i] = columns_at(product, begin + i * LANES);
+                    next.columns[i] = columns_at(product, begin + i * LANES);
             }
         }
     }
     _tile_release();
     finish_behind(product, first, rows, &behind, behind.count, ending);
+    finish_behind(product, first, rows, &next, next.count, ending);
 }
 
 static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end)

@@ -39,6 +39,9 @@ enum ending { PLAIN, SHORT_GELU, GATE, ANY };
     } while (0)
 #endif
 
+#if LANES == 16
+#include "linear_gelu.h"
+#else
 /*
  * GELU for a result in bfloat16: to 4e-5, of which bfloat16 sees nothing, in half the operations. The normal
  * distribution's integral from 0 to x is u P(u^2) with x = 4.39 u; what is further away counts as 4.39, where the
@@ -55,6 +58,7 @@ INLINE vector gelu_in_short(vector x)
         p = p * s + terms[i];
     return x * (u * p + 0.5f);
 }
+#endif
 
 /* One row of the result in bfloat16, `width` columns: they stay in registers. */
 INLINE void finish_bfloats(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
