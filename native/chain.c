@@ -467,18 +467,27 @@ static Product of_hidden(const Chain *chain, size_t block, const Ways *ways, cha
     return product;
 }
 
-/* Q, K and V of a block, or only K and V, and copies of K and V. False: there is no memory. */
-static bool project(const Chain *chain, size_t block, const Ways *ways, bool apart)
+/* The layer of a block that gives Q, K and V, or only K and V. `heads` are what it ends with, and stay while it works. */
+static Product projecting(const Chain *chain, size_t block, const Ways *ways, bool apart, Heads *heads)
 {
     const Link *link = &chain->links[block];
     Product product = of_hidden(chain, block, ways, ways->projected);
-    Heads heads = heads_of(link, ways, ways->positions);
+    *heads = heads_of(link, ways, ways->positions);
     if (apart) {
         product = columns_of(product, chain->kernel->arithmetic, size_of_q(link), 2 * size_of_k(link));
-        heads.queries = 0;
+        heads->queries = 0;
     }
-    product.heads = ends_heads(link) ? &heads : NULL;
-    const int distinct = block == 0 && !apart ? project_distinct(chain, ways, product) : 0;
+    product.heads = ends_heads(link) ? heads : NULL;
+    return product;
+}
+
+/* Q, K and V of a block, or only K and V, unless they are there, and copies of K and V. False: there is no memory. */
+static bool project(const Chain *chain, size_t block, const Ways *ways, bool apart, bool there)
+{
+    const Link *link = &chain->links[block];
+    Heads heads;
+    Product product = projecting(chain, block, ways, apart, &heads);
+    const int distinct = block == 0 && !apart ? project_distinct(chain, ways, product) : there;
     if (distinct < 0 || (distinct == 0 && !linear->compute(chain->kernel, &product, NULL, ways->threads)))
         return false;
     if (ways->copied) {
@@ -515,15 +524,31 @@ static bool project_asked(const Chain *chain, size_t block, const Ways *ways)
     return linear->compute(chain->kernel, &query, NULL, ways->threads);
 }
 
-/* What follows in a block: attention and the other layers. False: there is no memory. */
-static bool finish(const Chain *chain, size_t block, const Ways *ways, const RowCall *call)
+/* What follows in a block: attention and the other layers. Of many rows also Q, K and V of the next block, if there is one;
+ * `apart`: only K and V. False: there is no memory. */
+static bool finish(const Chain *chain, size_t block, const Ways *ways, const RowCall *call, bool apart)
 {
     const LinearKernel *kernel = chain->kernel;
     Product out = ready(chain, block, OUT, ways, ways->context, ways->hidden, ways->mixed);
     Product up = ready(chain, block, UP, ways, out.next.weight ? ways->normed : ways->mixed, NULL, ways->middle);
     Product down = ready(chain, block, DOWN, ways, ways->middle, ways->mixed, ways->after);
     out.add_line = ways->line;
-    if (!attention->run(call) || !linear->compute(kernel, &out, NULL, ways->threads))
+    if (!attention->run(call))
+        return false;
+    if (linear->are_many(kernel, ways->rows, ways->threads)) {
+        const bool more = block + 1 < chain->count;
+        Product layers[MOST_LAYERS] = {out, up, down};
+        Ways next = *ways;
+        Heads heads;
+        next.hidden = ways->after;
+        next.line = down.add_line;
+        layers[1].out = NULL;
+        layers[2].x = NULL;
+        if (more)
+            layers[3] = projecting(chain, block + 1, &next, apart, &heads);
+        return linear->compute_all(kernel, layers, more ? 4 : 3, ways->threads);
+    }
+    if (!linear->compute(kernel, &out, NULL, ways->threads))
         return false;
     if (!ways->middle)
         return linear->compute(kernel, &up, &down, ways->threads);
@@ -547,12 +572,13 @@ static void begin(const Chain *chain, const Ways *ways)
 static bool run_blocks(const Chain *chain, Ways ways, RowCall *const *calls, bool shared)
 {
     const size_t line = chain->links[0].layers[QKV].inputs * chain->item;
+    bool there = false; /* Q, K and V */
     if (chain->first.weight)
         begin(chain, &ways);
     for (size_t i = 0; i < chain->count; i++) {
         const RowCall *call = calls[shared ? 0 : i];
         const bool ends = ways.asked.call && i + 1 == chain->count;
-        if (!project(chain, i, &ways, ends && ways.asked.apart))
+        if (!project(chain, i, &ways, ends && ways.asked.apart, there))
             return false;
         if (ends) {
             if (!project_asked(chain, i, &ways))
@@ -563,7 +589,8 @@ static bool run_blocks(const Chain *chain, Ways ways, RowCall *const *calls, boo
             ways.rows = ways.asked.count;
             call = ways.asked.call;
         }
-        if (!finish(chain, i, &ways, call))
+        there = linear->are_many(chain->kernel, ways.rows, ways.threads);
+        if (!finish(chain, i, &ways, call, ways.asked.call && ways.asked.apart && i + 2 == chain->count))
             return false;
         ways.hidden = ways.after;
         ways.line = line;

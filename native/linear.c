@@ -12,8 +12,8 @@
  * THE END of rows, such as a norm, is the business of the thread that does a chunk's last task: rows are in a cache still,
  * and no thread is woken for a few of them.
  *
- * TWO LAYERS, one behind the other, are one call: `feed`. A task is a chunk of rows then, all columns. What lies between
- * the layers never leaves the cache.
+ * LAYERS, one behind the other, are one call. A task is a chunk of rows then, all columns of all layers. What lies between
+ * two layers never leaves the cache, and no thread waits for another between them.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -79,8 +79,8 @@ static const LinearKernel *choose_kernel(enum arithmetic arithmetic, const char 
 static const size_t weight_bytes[] = {[FLOATS] = 4, [CODES] = 1, [BFLOATS] = 2};
 
 typedef struct {
-    Product product, behind; /* behind: the second of two layers, if `feeds` */
-    bool feeds;
+    Product layers[MOST_LAYERS]; /* each on what the one before gives */
+    size_t layered;              /* how many */
     const LinearKernel *kernel;
     size_t whole;                         /* groups of rows, as the kernel has them */
     size_t chunks, panels, groups;        /* a chunk's tasks share the panels */
@@ -95,26 +95,31 @@ typedef struct {
 /* Where a chunk begins: chunks have as many whole groups, or one more. */
 static size_t edge(const Job *job, size_t chunk)
 {
-    return chunk == job->chunks ? job->product.rows : chunk * job->whole / job->chunks * job->kernel->group;
+    return chunk == job->chunks ? job->layers[0].rows : chunk * job->whole / job->chunks * job->kernel->group;
 }
 
-/* Both layers, for the rows that were taken. */
-static void feed(const Job *job, size_t first, size_t count, Rows *rows)
+/* All layers, for a chunk of rows. What no one wants behind the call goes to the task's own room. */
+static void pass_through(const Job *job, size_t first, size_t count, Rows *rows)
 {
-    Product before = job->product, behind = job->behind;
-    before.out = (char *)(rows->codes + job->room * rows->code_line);
-    behind.x = before.out;
-    job->kernel->multiply(&before, 0, count, rows, 0, job->panels);
-    job->kernel->take(&behind, 0, count, rows);
-    job->kernel->multiply(&behind, first, count, rows, 0, panels_of(&behind));
-    if (has_end(&behind))
-        job->kernel->end(&behind, first, count);
+    char *own = (char *)(rows->codes + job->room * rows->code_line);
+    for (size_t i = 0; i < job->layered; i++) {
+        Product layer = job->layers[i];
+        const bool inside = layer.x == NULL, ends_inside = layer.out == NULL;
+        if (inside)
+            layer.x = own;
+        job->kernel->take(&layer, inside ? 0 : first, count, rows);
+        if (ends_inside)
+            layer.out = own;
+        job->kernel->multiply(&layer, ends_inside ? 0 : first, count, rows, 0, panels_of(&layer));
+        if (has_end(&layer) && !ends_inside)
+            job->kernel->end(&layer, first, count);
+    }
 }
 
 static void work(void *argument)
 {
     Job *job = argument;
-    const Product *product = &job->product;
+    const Product *product = &job->layers[0];
     char *scratch = job->scratch + atomic_fetch_add(&job->threads, 1) * job->scratch_bytes;
     Rows rows = {.wide = (float *)scratch, .code_line = job->widest * job->kernel->kept};
     rows.codes = (uint8_t *)scratch + job->widest * sizeof(float);
@@ -122,13 +127,13 @@ static void work(void *argument)
     for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < job->chunks * job->groups;) {
         size_t chunk = task / job->groups, group = task % job->groups, first = edge(job, chunk);
         size_t count = edge(job, chunk + 1) - first;
-        if (chunk != taken || job->feeds)
-            job->kernel->take(product, first, count, &rows);
-        taken = chunk;
-        if (job->feeds) {
-            feed(job, first, count, &rows);
+        if (job->layered > 1) {
+            pass_through(job, first, count, &rows);
             continue;
         }
+        if (chunk != taken)
+            job->kernel->take(product, first, count, &rows);
+        taken = chunk;
         job->kernel->multiply(product, first, count, &rows, group * job->panels / job->groups,
                               (group + 1) * job->panels / job->groups);
         if (has_end(product) && atomic_fetch_sub(&job->left[chunk], 1) == 1)
@@ -136,20 +141,31 @@ static void work(void *argument)
     }
 }
 
+/* Whether so many rows are worth a chunk for each thread: few rows are waited for less than weights. */
+static bool are_many(const LinearKernel *kernel, size_t rows, size_t threads)
+{
+    return kernel->bytes && rows >= 8 * kernel->group * threads;
+}
+
 /* False: there is no memory. */
 static bool run(Job *job, size_t threads)
 {
-    const Product *product = &job->product;
-    size_t most = job->kernel->chunk;
+    const Product *product = &job->layers[0];
+    size_t most = job->kernel->chunk, inside = 0;
     job->panels = panels_of(product);
-    job->widest = round_to(product->inputs > job->behind.inputs ? product->inputs : job->behind.inputs, LINE);
+    for (size_t i = 0; i < job->layered; i++) {
+        const Product *layer = &job->layers[i];
+        job->widest = round_to(layer->inputs > job->widest ? layer->inputs : job->widest, LINE);
+        if (!layer->x)
+            inside = item_bytes[layer->type];
+    }
     if (job->kernel->bytes) {
         size_t fit = job->kernel->bytes / (job->widest * job->kernel->kept);
         most = fit < 2 * job->kernel->group ? 2 * job->kernel->group : fit < most ? fit : most;
     }
     job->chunks = (product->rows + most - 1) / most;
     bool heavy = job->chunks == 1 && job->panels * product->panel_bytes > HEAVY;
-    bool alone = job->feeds || (job->kernel->bytes && product->rows >= 8 * job->kernel->group * threads && !heavy);
+    bool alone = job->layered > 1 || (are_many(job->kernel, product->rows, threads) && !heavy);
     if (alone) /* as much work for each thread, and no rows are taken twice */
         job->chunks = round_to(job->chunks, threads);
     job->whole = (product->rows + job->kernel->group - 1) / job->kernel->group;
@@ -160,9 +176,8 @@ static bool run(Job *job, size_t threads)
     job->groups = wanted < job->panels ? wanted : job->panels;
     if (threads > job->chunks * job->groups)
         threads = job->chunks * job->groups;
-    size_t kept = job->kernel->kept + (job->feeds ? item_bytes[job->behind.type] : 0);
     job->room = round_to((job->whole + job->chunks - 1) / job->chunks * job->kernel->group, 2 * job->kernel->group);
-    job->scratch_bytes = job->widest * (sizeof(float) + job->room * kept);
+    job->scratch_bytes = job->widest * (sizeof(float) + job->room * (job->kernel->kept + inside));
     void *scratch;
     if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes + job->chunks * sizeof *job->left) != 0)
         return false;
@@ -209,19 +224,27 @@ static bool take_layer(Product *product, enum arithmetic arithmetic, Py_ssize_t 
     return is_fine(fits && (uintptr_t)parts[PANELS].buf % 4 == 0, "weights, scales, bias and sums do not fit the sizes");
 }
 
+static bool compute_all(const LinearKernel *kernel, const Product *layers, size_t count, size_t threads)
+{
+    Job job = {.layered = count, .kernel = kernel};
+    for (size_t i = 0; i < count; i++) {
+        job.layers[i] = layers[i];
+        if (!layers[i].x)
+            job.layers[i].line = layers[i].inputs * item_bytes[layers[i].type];
+        if (layers[i].inner.weight) { /* the sums are normed first */
+            job.layers[i].late = layers[i].add;
+            job.layers[i].add = NULL;
+        }
+    }
+    return layers->rows == 0 || run(&job, threads < MOST_THREADS ? threads : MOST_THREADS);
+}
+
 static bool compute(const LinearKernel *kernel, const Product *product, const Product *behind, size_t threads)
 {
-    Job job = {.product = *product, .kernel = kernel, .feeds = behind != NULL};
-    if (behind) {
-        job.behind = *behind;
-        job.behind.line = behind->inputs * item_bytes[behind->type];
-    }
-    Product *last = behind ? &job.behind : &job.product;
-    if (last->inner.weight) { /* the sums are normed first */
-        last->late = last->add;
-        last->add = NULL;
-    }
-    return product->rows == 0 || run(&job, threads < MOST_THREADS ? threads : MOST_THREADS);
+    Product layers[2] = {*product};
+    if (behind)
+        layers[1] = *behind;
+    return compute_all(kernel, layers, behind ? 2 : 1, threads);
 }
 
 /* Rows, threads and instructions of a call; then the work. False, with an error set, if it could not be done. */
@@ -382,7 +405,8 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static const LinearFace face = {choose_kernel, are_known, take_layer, take_norm, compute, end_all, share};
+static const LinearFace face = {choose_kernel, are_known,   take_layer, take_norm, compute,
+                                are_many,      compute_all, end_all,    share};
 
 static int native_exec(PyObject *module)
 {

@@ -14,6 +14,8 @@
 /* The layer's weights, each of all columns of all panels. */
 enum { PANELS, SCALES, BIAS, SUMS, PARTS };
 
+enum { MOST_LAYERS = 4 };
+
 typedef struct {
     /* The kernel of this name, or the best one for ''; NULL if the processor has no such instructions. */
     const LinearKernel *(*choose_kernel)(enum arithmetic arithmetic, const char *isa);
@@ -25,8 +27,13 @@ typedef struct {
     /* A norm that rows end with; false, with a ValueError, if there is no such norm. */
     bool (*take_norm)(Norm *norm, unsigned long long weight, unsigned long long bias, double least, int type,
                       int centred);
-    /* A layer, or two of them (behind: or NULL). Needs no GIL. False: there is no memory. */
+    /* A layer, or two of them (behind: or NULL; out of the first and x of the second are NULL). Needs no GIL. False: there is no memory. */
     bool (*compute)(const LinearKernel *kernel, const Product *product, const Product *behind, size_t threads);
+    /* Whether so many rows are worth `compute_all` of layers that stand behind each other. */
+    bool (*are_many)(const LinearKernel *kernel, size_t rows, size_t threads);
+    /* MOST_LAYERS at most, each on what the one before gives; between two of them out and x may be NULL: no one else
+     * wants it, and its rows have no end. Needs no GIL. False: there is no memory. */
+    bool (*compute_all)(const LinearKernel *kernel, const Product *layers, size_t count, size_t threads);
     /* All rows of a result are ended. Needs no GIL. */
     void (*end)(const LinearKernel *kernel, const Product *product, size_t threads);
     /* work(job) on so many threads at once. */
