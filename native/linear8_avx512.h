@@ -21,55 +21,48 @@
 
 #include "linear8_rows.h"
 
-/* Of bfloat16, 32 numbers at a time: whole numbers of 16 bits in the same order. Its own inverse. */
-INLINE __m512i in_order(__m512i bits)
+/* The largest of 32 numbers of 16 bits without sign. */
+INLINE int largest_of(__m512i v)
 {
-    return _mm512_xor_si512(bits, _mm512_and_si512(_mm512_srai_epi16(bits, 15), _mm512_set1_epi16(0x7fff)));
+    __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+    __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return 0xffff ^ _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1))), 0);
 }
 
-/* The float32 that a whole number of in_order stands for. */
-INLINE float number_of(int order)
+/* 32 numbers in bfloat16 as codes of 16 bits. */
+INLINE __m512i codes_of(const uint16_t *numbers, float inverse, __m512i zero)
 {
-    uint32_t bits = (uint32_t)(uint16_t)(order < 0 ? order ^ 0x7fff : order) << 16;
-    float number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
+    const __m512i pairs = _mm512_loadu_si512(numbers), high = _mm512_set1_epi32((int)0xffff0000);
+    __m512i even = (__m512i)WHOLE((vector)_mm512_slli_epi32(pairs, 16) * inverse);
+    __m512i odd = (__m512i)WHOLE((vector)_mm512_and_si512(pairs, high) * inverse);
+    const int pick_by_mask = 0xca;
+    return _mm512_add_epi16(_mm512_ternarylogic_epi32(high, _mm512_slli_epi32(odd, 16), even, pick_by_mask), zero);
 }
 
-/* 16 numbers in bfloat16 as codes of 32 bits. */
-INLINE __m512i codes_of(const uint16_t *numbers, const Code *code)
-{
-    return _mm512_add_epi32((__m512i)WHOLE((vector)BFLOATS(numbers) * code->inverse), _mm512_set1_epi32(code->zero));
-}
-
-/* encode, for a row in bfloat16 of whole lines: it is read where it lies. */
+/*
+ * encode, for a row in bfloat16 of whole lines: it is read where it lies. Read as whole numbers with sign, those above zero
+ * are in order, and all others are below; read without sign, the most negative one is the largest.
+ */
 static void encode_bfloats(const uint16_t *row, size_t inputs, Rows *rows, size_t i, uint8_t *codes, size_t apart)
 {
-    const int infinite = 0x7f80;
+    const int infinite = 0x7f80, minus = 0x8000;
     __m512i low = _mm512_setzero_si512(), high = low;
     for (size_t at = 0; at < inputs; at += 32) {
-        __m512i order = in_order(_mm512_loadu_si512(row + at));
-        low = _mm512_min_epi16(low, order);
-        high = _mm512_max_epi16(high, order);
+        __m512i numbers = _mm512_loadu_si512(row + at);
+        low = _mm512_max_epu16(low, numbers);
+        high = _mm512_max_epi16(high, numbers);
     }
-    int16_t lows[32], highs[32];
-    _mm512_storeu_si512(lows, low);
-    _mm512_storeu_si512(highs, high);
-    int least = 0, most = 0;
-    for (int j = 0; j < 32; j++) {
-        least = lows[j] < least ? lows[j] : least;
-        most = highs[j] > most ? highs[j] : most;
-    }
-    Code code = code_of(number_of(least), number_of(most), most < infinite && least > -infinite - 1, rows, i);
+    const int least = largest_of(low), most = largest_of(high);
+    Code code = code_of(least < minus ? 0 : from_bfloat16((uint16_t)least), from_bfloat16((uint16_t)most),
+                        most < infinite && least < (minus | infinite), rows, i);
     if (!code.finite) {
         clear_codes(inputs, codes, apart);
         return;
     }
-    const __m512i together = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i together = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), zero = _mm512_set1_epi16((short)code.zero);
     for (size_t at = 0; at < inputs; at += LINE, codes += apart) {
-        __m512i pairs = _mm512_packs_epi32(codes_of(row + at, &code), codes_of(row + at + 16, &code));
-        __m512i others = _mm512_packs_epi32(codes_of(row + at + 32, &code), codes_of(row + at + 48, &code));
-        _mm512_storeu_si512(codes, _mm512_permutexvar_epi32(together, _mm512_packus_epi16(pairs, others)));
+        __m512i both = _mm512_packus_epi16(codes_of(row + at, code.inverse, zero), codes_of(row + at + 32, code.inverse, zero));
+        _mm512_storeu_si512(codes, _mm512_permutexvar_epi64(together, both));
     }
 }
 
