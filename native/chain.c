@@ -524,8 +524,16 @@ static bool project_asked(const Chain *chain, size_t block, const Ways *ways)
     return linear->compute(chain->kernel, &query, NULL, ways->threads);
 }
 
-/* What follows in a block: attention and the other layers. Of many rows also Q, K and V of the next block, if there is one;
- * `apart`: only K and V. False: there is no memory. */
+/* Whether the layers behind attention are one call. Gated ones have twice the weights, and are so only if what lies between
+ * the feed-forward layers does not leave the processor. */
+static bool are_one(const Chain *chain, size_t block, const Ways *ways)
+{
+    return linear->are_many(chain->kernel, ways->rows, ways->threads) &&
+           !(chain->links[block].layers[UP].gated && ways->middle);
+}
+
+/* What follows in a block: attention and the other layers. If they are one call, also Q, K and V of the next block, if there
+ * is one; `apart`: only K and V. False: there is no memory. */
 static bool finish(const Chain *chain, size_t block, const Ways *ways, const RowCall *call, bool apart)
 {
     const LinearKernel *kernel = chain->kernel;
@@ -535,7 +543,7 @@ static bool finish(const Chain *chain, size_t block, const Ways *ways, const Row
     out.add_line = ways->line;
     if (!attention->run(call))
         return false;
-    if (linear->are_many(kernel, ways->rows, ways->threads)) {
+    if (are_one(chain, block, ways)) {
         const bool more = block + 1 < chain->count;
         Product layers[MOST_LAYERS] = {out, up, down};
         Ways next = *ways;
@@ -589,7 +597,7 @@ static bool run_blocks(const Chain *chain, Ways ways, RowCall *const *calls, boo
             ways.rows = ways.asked.count;
             call = ways.asked.call;
         }
-        there = linear->are_many(chain->kernel, ways.rows, ways.threads);
+        there = are_one(chain, i, &ways);
         if (!finish(chain, i, &ways, call, ways.asked.call && ways.asked.apart && i + 2 == chain->count))
             return false;
         ways.hidden = ways.after;

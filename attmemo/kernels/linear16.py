@@ -46,6 +46,7 @@ from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Panels, Wei
 _EMPTY = np.zeros(0, np.float32)
 _MUCH = 8 << 20  # bytes between two layers: fewer stay in a cache anyway, and larger chunks of rows want fewer weights
 _GATED_MUCH = 4 * _MUCH  # of a gated layer the weights are twice as many
+_MANY = 128  # rows of a thread: with fewer, threads that share rows and not columns wait for weights
 _SIDE = 16  # columns of a tile, and pairs of its inputs
 
 
@@ -110,7 +111,11 @@ class Linear16(Panels):
             return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None, gated) else None
 
     def are_two_calls(self, rows: int, threads: int) -> bool:
-        return rows * self.outputs * self.dtype.itemsize < (_GATED_MUCH if self.gated else _MUCH)
+        if self.gated:
+            return rows * self.outputs * self.dtype.itemsize < _GATED_MUCH
+        if self.instruction_sets()[0] == "amx":
+            return rows < _MANY * threads
+        return rows * self.outputs * self.dtype.itemsize < _MUCH
 
 
 def _in_tiles(weight: Tensor) -> Tensor:

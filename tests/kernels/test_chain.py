@@ -358,6 +358,26 @@ def test_of_some_rows_only_the_result_is_computed(
     torch.testing.assert_close(found, plain(blocks, hidden, layout, scale=0.3)[asked], rtol=near, atol=near)
 
 
+@kinds
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize("some", [3, 290])
+def test_of_many_rows_too_only_the_result_is_computed(
+    kind: type[Panels], dtype: torch.dtype, threads: int, width: int, some: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread takes a chunk of rows through all layers of a block, and K and V of the next one."""
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", width)
+    blocks, layout = links(kind, dtype), layout_of(200, 1, 99)
+    hidden = numbers(77, 300, HIDDEN, dtype=dtype)
+    asked = np.sort(np.random.default_rng(3).permutation(300)[:some])
+    kept, expected_kept = (Copy(150, 260, torch.zeros(3, 2, 110, HEADS * width, dtype=dtype)) for _ in range(2))
+    found = Chain(blocks, HEADS, WIDTH)(
+        hidden, layout, scale=0.3, keep=Copies([kept]), asked=asked, threads=threads
+    )
+    assert torch.equal(found, plain(blocks, hidden, layout, Copies([expected_kept]), asked, scale=0.3))
+    assert torch.equal(kept.rows, expected_kept.rows)
+
+
 def test_a_result_that_is_not_asked_for_cannot_be_copied() -> None:
     chain, size = Chain(links(Linear32, torch.float32), HEADS, WIDTH), HEADS * WIDTH
     hidden, copy = numbers(7, 6, HIDDEN), Copy(1, 4, torch.empty(3, 2, 3, size), torch.empty(3, HIDDEN))
