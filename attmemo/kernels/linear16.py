@@ -4,8 +4,9 @@ Its oracle is `torch.nn.functional.linear`.
 
 THE LIMIT of many rows is the matrix unit, where there is one: 3.8e12 operations a second and core here, as long as all
 that it reads lies in the first cache. What comes from the second cache comes at half of this pace. So rows are laid
-out as tiles once, tiles are read past the first cache, and while the unit multiplies, the vector units finish the rows
-before. Of few rows the limit is reading the weights once: they are asked for two tiles ahead, into the second cache.
+out as tiles once, 32 of them stay in the first cache, weights are read past it, and while the unit multiplies, the
+vector units finish the sums before. Of few rows the limit is reading the weights once: they are asked for two tiles
+ahead, into the second cache; of many rows, while the weights before are multiplied.
 
 oneDNN, which torch calls, uses one core only for some sizes. The four layers of a block, eight blocks one behind the
 other, on two cores, how many times as fast as `attmemo.kernels.linear.Linear`:
