@@ -371,9 +371,7 @@ def test_of_many_rows_too_only_the_result_is_computed(
     hidden = numbers(77, 300, HIDDEN, dtype=dtype)
     asked = np.sort(np.random.default_rng(3).permutation(300)[:some])
     kept, expected_kept = (Copy(150, 260, torch.zeros(3, 2, 110, HEADS * width, dtype=dtype)) for _ in range(2))
-    found = Chain(blocks, HEADS, WIDTH)(
-        hidden, layout, scale=0.3, keep=Copies([kept]), asked=asked, threads=threads
-    )
+    found = Chain(blocks, HEADS, WIDTH)(hidden, layout, scale=0.3, keep=Copies([kept]), asked=asked, threads=threads)
     assert torch.equal(found, plain(blocks, hidden, layout, Copies([expected_kept]), asked, scale=0.3))
     assert torch.equal(kept.rows, expected_kept.rows)
 
