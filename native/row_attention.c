@@ -212,9 +212,11 @@ static size_t position_of(const Job *job, size_t sequence, size_t i)
     return job->positions ? (size_t)job->positions[(size_t)job->asked[sequence] + i] : i;
 }
 
+/* A sheet has as many heads of keys as of queries, and each query sees all keys, or those that are near. */
 static bool is_sheet(const Job *job, size_t sequence)
 {
-    return job->kernel->attend_sheet && !job->attention.distant && keys_of(job, sequence) <= SHEET;
+    return job->kernel->attend_sheet && !job->attention.distant && job->shares == 1 && !job->causal &&
+           keys_of(job, sequence) <= SHEET;
 }
 
 /* Whether rows of records must become numbers, so that a sheet has to hold them. */
