@@ -83,7 +83,7 @@ class TestNothingSaid:
 
 class TestBudget:
     def test_alone_reuses_rows_in_memory_where_answers_are_classes(self, classifier: Any, tmp_path: Path) -> None:
-        model = memoize(copy.deepcopy(classifier), budget=0.01, gate=False)
+        model = memoize(copy.deepcopy(classifier), budget=0.01, gate=False, linear="exact")
         assert model.attmemo.reuse == "rows"
         assert model.attmemo.guarded.guard.budget == 0.01
         first = answers(model)
@@ -97,7 +97,8 @@ class TestBudget:
     def test_alone_leaves_vectors_exact_and_says_why_once(
         self, embedder: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        packed, model = memoize(copy.deepcopy(embedder), reuse="none"), memoize(copy.deepcopy(embedder), budget=0.01)
+        packed = memoize(copy.deepcopy(embedder), reuse="none")
+        model = memoize(copy.deepcopy(embedder), budget=0.01, linear="exact")
         assert model.attmemo.reuse == "none"
         for seed in (3, 4, 3):
             assert torch.equal(answers(model, seed), answers(packed, seed))
@@ -118,7 +119,7 @@ class TestBudget:
     def test_with_an_answer_rows_or_a_place_by_name_vectors_come_from_records(
         self, embedder: Any, given: dict[str, Any]
     ) -> None:
-        model = memoize(copy.deepcopy(embedder), budget=0.01, gate=False, max_bytes=1 << 24, **given)
+        model = memoize(copy.deepcopy(embedder), budget=0.01, gate=False, linear="exact", max_bytes=1 << 24, **given)
         assert model.attmemo.reuse == "rows"
         answers(model)
         answers(model)
