@@ -191,11 +191,12 @@ def test_norms_gates_and_turned_heads_in_one_call_are_the_steps_one_by_one(
 @kinds
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("outputs", [INNER, 64, 33])
+@pytest.mark.parametrize("inputs", [HIDDEN, 200])
 def test_a_gate_is_the_product_of_two_layers(
-    kind: type[Panels], dtype: torch.dtype, activation: str, outputs: int
+    kind: type[Panels], dtype: torch.dtype, activation: str, outputs: int, inputs: int
 ) -> None:
-    x = numbers(3, 70, HIDDEN, dtype=dtype)
-    weights = [numbers(seed, outputs, HIDDEN, dtype=dtype) * HIDDEN**-0.5 for seed in (1, 2)]
+    x = numbers(3, 70, inputs, dtype=dtype)
+    weights = [numbers(seed, outputs, inputs, dtype=dtype) * inputs**-0.5 for seed in (1, 2)]
     biases = [numbers(4, outputs, dtype=dtype), None]
     one, other = (kind.of([weight], [bias], own)(x) for weight, bias, own in  # type: ignore[attr-defined]
                   zip(weights, biases, (activation, "none"), strict=True))  # fmt: skip
@@ -206,6 +207,28 @@ def test_a_gate_is_the_product_of_two_layers(
     assert torch.equal(made.feed(behind, x), behind(made(x)))
     for isa in kind.instruction_sets():
         torch.testing.assert_close(made(x, isa=isa), one * other, rtol=near, atol=near)
+
+
+@kinds
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize("some", [None, 3, 290])
+def test_layers_behind_attention_give_the_same_bits_in_one_call_and_in_several(
+    kind: type[Panels], dtype: torch.dtype, width: int, some: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With norms before and behind, a gate, and turned heads of the next block's queries and keys."""
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", width)
+    layout, hidden = layout_of(200, 1, 99), numbers(77, 300, HIDDEN, dtype=dtype)
+    asked = None if some is None else np.sort(np.random.default_rng(3).permutation(300)[:some])
+    chain, found = Chain(modern(kind, dtype), HEADS, WIDTH, KEY_HEADS, causal=True), []
+    for several in (False, True):
+        monkeypatch.setattr(kind, "are_two_calls", lambda *_, several=several: several)
+        kept = Copy(150, 260, torch.zeros(3, 2, 110, KEY_HEADS * WIDTH, dtype=dtype))
+        found += [
+            chain(hidden, layout, scale=0.3, angles=turning(), asked=asked, keep=Copies([kept]), threads=1), kept.rows
+        ]  # fmt: skip
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert bool((found[1] != 0).any())
 
 
 @pytest.mark.parametrize("kind", ["far", "near"])
