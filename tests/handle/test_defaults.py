@@ -114,7 +114,7 @@ class TestBudget:
             {"answer": "mean"}, {"answer": "cls"}, {"answer": lambda output: output.last_hidden_state[:, 0]},
             {"reuse": "rows"}, {"database": ":memory:"}, {"database": "new"}, {"database": "auto"}, {"fill": "new"},
         ],
-        ids=str,
+        ids=["mean", "cls", "function", "rows", "memory", "path", "auto", "fill"],
     )  # fmt: skip
     def test_with_an_answer_rows_or_a_place_by_name_vectors_come_from_records(
         self, embedder: Any, given: dict[str, Any]
