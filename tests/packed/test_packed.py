@@ -249,7 +249,7 @@ class TestCaches:
     def test_rows_are_refused_by_name(self) -> None:
         for name, reason in (("Qwen3", "are causal"), ("EuroBERT", "several heads of Q")):
             with pytest.raises(UnsupportedModelError, match=reason):
-                memoize(EXACT[name](), reuse="rows", database=":memory:")
+                memoize(EXACT[name](), reuse="rows", database=":memory:", budget=0.01)
 
 
 class TestArguments:
