@@ -12,8 +12,9 @@
  * THE SHAPE OF THE WORK.  A task is one head of one sequence, up to a tile of its queries. Rows of a record that are
  * numbers of the queries' type, and did not move, are read where they lie. Others (codes, other types, keys to be turned)
  * become numbers in a ring of HELD blocks for each thread, which stays in second-level cache: no record is unpacked.
- * Where a sequence has few keys and nothing by distance but a table, a task is a Sheet: some of its heads, and all of its
- * queries. Its keys are located once, and rows that must become numbers do so for all of these heads at once.
+ * Where a sequence has few keys and nothing by distance but a table, no heads share their keys and no mask is causal, a
+ * task is a Sheet: some of its heads, and all of its queries. Its keys are located once, and rows that must become numbers
+ * do so for all of these heads at once.
  *
  * WHAT IT PROMISES
  *   - No row outside those that the layout names is read. Nothing is written but the output, and that only after all
