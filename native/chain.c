@@ -524,12 +524,14 @@ static bool project_asked(const Chain *chain, size_t block, const Ways *ways)
     return linear->compute(chain->kernel, &query, NULL, ways->threads);
 }
 
-/* Whether the layers behind attention are one call. Gated ones have twice the weights, and are so only if what lies between
- * the feed-forward layers does not leave the processor. */
+/* Whether the layers behind a block's attention are one call, with the next block's projection. Gated ones have twice the
+ * weights, and are so only if what lies between the feed-forward layers does not leave the processor. */
 static bool are_one(const Chain *chain, size_t block, const Ways *ways)
 {
-    return linear->are_many(chain->kernel, ways->rows, ways->threads) &&
-           !(chain->links[block].layers[UP].gated && ways->middle);
+    const Product *layers = chain->links[block].layers;
+    const size_t inner = layers[DOWN].inputs, outer = layers[UP].inputs;
+    return linear->pay_together(chain->kernel, inner > outer ? inner : outer, ways->rows, ways->threads) &&
+           !(layers[UP].gated && ways->middle);
 }
 
 /* What follows in a block: attention and the other layers. If they are one call, also Q, K and V of the next block, if there

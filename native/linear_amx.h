@@ -21,7 +21,8 @@ enum {
     STEP_INPUTS = LINE / ITEM_BYTES, /* inputs of a tile */
     HALF_STEP = 2 * SIDE * LINE,     /* bytes of two tiles */
     AHEAD = 2,       /* steps: weights come from far, and once; the first group of rows asks for them */
-    NEAR = 1 << 18,  /* bytes of weights that meet all groups */
+    FIRST = 40 << 10, /* bytes of a group: the first cache has no room for more, beside sums */
+    NEAR = 1 << 19,  /* bytes of weights that meet all groups */
     LAG = 2,         /* steps until sums are read that were stored */
     KEPT = 3,        /* half panels of sums that are kept */
     KEPT_GATED = 4,  /* of a gated layer: two whole panels, as one is finished before a half of the next one is there */
@@ -81,6 +82,7 @@ INLINE void multiply_as(const Product *product, size_t first, size_t count, cons
                         enum ending ending)
 {
     const size_t steps = (product->inputs + STEP_INPUTS - 1) / STEP_INPUTS;
+    const bool wide = steps * HALF_STEP > FIRST;
     const size_t most = product->panel_bytes > NEAR ? 1 : NEAR / product->panel_bytes;
     const bool gated = is_gated(product, ending);
     const size_t halves = gated ? 2 * panels_of(product) : (product->outputs + HALF - 1) / HALF;
@@ -109,12 +111,18 @@ INLINE void multiply_as(const Product *product, size_t first, size_t count, cons
                 _tile_zero(3);
                 for (size_t step = 0; step < steps; step++, upper += GROUP * LINE) {
                     _tile_stream_loadd(6, TILE_OF(weights, steps, step, column), WEIGHT_LINE);
-                    _tile_loadd(4, upper, LINE);
+                    if (wide)
+                        _tile_stream_loadd(4, upper, LINE);
+                    else
+                        _tile_loadd(4, upper, LINE);
                     _tile_stream_loadd(7, TILE_OF(weights, steps, step, column + 1), WEIGHT_LINE);
                     TILE(0, 4, 6);
                     TILE(1, 4, 7);
                     if (now > SIDE) {
-                        _tile_loadd(5, upper + SIDE * LINE, LINE);
+                        if (wide)
+                            _tile_stream_loadd(5, upper + SIDE * LINE, LINE);
+                        else
+                            _tile_loadd(5, upper + SIDE * LINE, LINE);
                         TILE(2, 5, 6);
                         TILE(3, 5, 7);
                     }

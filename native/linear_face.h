@@ -29,8 +29,8 @@ typedef struct {
                       int centred);
     /* A layer, or two of them (behind: or NULL; out of the first and x of the second are NULL). Needs no GIL. False: there is no memory. */
     bool (*compute)(const LinearKernel *kernel, const Product *product, const Product *behind, size_t threads);
-    /* Whether so many rows are worth `compute_all` of layers that stand behind each other. */
-    bool (*are_many)(const LinearKernel *kernel, size_t rows, size_t threads);
+    /* Whether layers, `widest` the most inputs of one, are faster by `compute_all` than one after the other. */
+    bool (*pay_together)(const LinearKernel *kernel, size_t widest, size_t rows, size_t threads);
     /* MOST_LAYERS at most, each on what the one before gives; between two of them out and x may be NULL: no one else
      * wants it, and its rows have no end. Needs no GIL. False: there is no memory. */
     bool (*compute_all)(const LinearKernel *kernel, const Product *layers, size_t count, size_t threads);

@@ -48,6 +48,7 @@ _EMPTY = np.zeros(0, np.float32)
 _MUCH = 8 << 20  # bytes between two layers: fewer stay in a cache anyway, and larger chunks of rows want fewer weights
 _GATED_MUCH = 4 * _MUCH  # of a gated layer the weights are twice as many
 _MANY = 128  # rows of a thread: with fewer, threads that share rows and not columns wait for weights
+_WIDE = 1536  # inputs: of wider layers, too few rows of a chunk fit into the second cache beside their weights
 _SIDE = 16  # columns of a tile, and pairs of its inputs
 
 
@@ -115,7 +116,7 @@ class Linear16(Panels):
         if self.gated:
             return rows * self.outputs * self.dtype.itemsize < _GATED_MUCH
         if self.instruction_sets()[0] == "amx":
-            return rows < _MANY * threads
+            return rows < _MANY * threads or max(self.inputs, self.outputs) > _WIDE
         return rows * self.outputs * self.dtype.itemsize < _MUCH
 
 
