@@ -338,7 +338,7 @@ def _whole(
         try:
             check_answers(answering, guarding.answers, adapter, encoder)
         except (AnswerError, AdapterCheckError) as error:
-            _LOG.warning("attmemo: linear layers stay exact, nothing can be compared: %s", error)
+            _LOG.info("attmemo: linear layers stay exact, nothing can be compared: %s", error)
         else:
             choose_linear(
                 handle, encoder, adapter, answering, guarding.answers, guarding.budget, guarding.confidence

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -168,12 +169,12 @@ class Blocks:
             spans = read_mask(mask, batch, length, self.causal, self.mask_window)
         return None if spans is not None and spans.left and not self.rotary else spans
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether `module` holds all blocks; if not it is the first of them, also if there is no other."""
         return self.module is not self.blocks[0].module
 
-    @property
+    @cached_property
     def mask_window(self) -> int | None:
         """The window of the mask that `module` gets."""
         return None if self.whole else self.blocks[0].window

@@ -20,7 +20,7 @@ class LlamaAdapter(Adapter):
     """`layers.i.self_attn`."""
 
     family = "llama"
-    models = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma 3 text")
+    models = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma 3")
     limits = (
         "rope_type dynamic or longrope, queries scaled by position, clip_qkv and attention sinks are refused; so are "
         "blocks with experts or capped scores, and rows"

@@ -17,7 +17,7 @@ class RotaryEncoderAdapter(Adapter):
     """`layers.i.self_attn` of bidirectional models with the argument `position_embeddings`."""
 
     family = "rotary-encoder"
-    models = ("NomicBERT", "GTE", "Jina v3", "EuroBERT", "Gemma 3 text, bidirectional")
+    models = ("NomicBERT", "GTE", "Jina v3", "EuroBERT", "Gemma 3, bidirectional")
     limits = "rows are refused where several heads of Q share one of K and V (EuroBERT, Gemma 3)"
     rotary = True
     parameters = ("hidden_states", "attention_mask", "position_embeddings")

@@ -212,6 +212,7 @@ class Random(nn.Module):
 
 @pytest.mark.usefixtures("faster")
 def test_a_model_whose_answers_cannot_be_compared_stays_exact(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "attmemo")
     model = memoize(Random().eval(), budget=0.01)
     assert model.attmemo.stats()["linear_choice"] is None
     assert "nothing can be compared" in caplog.text

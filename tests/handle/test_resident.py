@@ -13,7 +13,7 @@ SLACK = 32 * MIB
 WAYS: dict[str, dict[str, Any]] = {
     "none": {"reuse": "none"},
     "int8": {"reuse": "none", "linear": "int8"},
-    "rows": {"reuse": "rows", "database": ":memory:", "budget": 0.01},
+    "rows": {"reuse": "rows", "database": ":memory:", "budget": 0.01, "linear": "exact"},
 }
 
 STEPS = r"""
