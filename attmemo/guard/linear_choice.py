@@ -3,7 +3,7 @@
     memoize      both are timed on a batch of its own; where 8 bits are not faster, nothing else happens
     PROVING      requests get exact answers; 8-bit ones are computed beside them and compared
     SERVING      requests get 8-bit answers; one forward of many is computed exactly, too, and compared
-    EXACT        8 bits are slower, or change too many answers: the model is exact from now on
+    EXACT        8 bits change too many answers: the model is exact from now on, and reads no record of 8-bit layers
 
 The proof is that of `attmemo.guard.certificate`: a bound on the rate of changed answers that holds at all numbers of
 samples at once. An input counts once.
@@ -11,7 +11,6 @@ samples at once. An input counts once.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -25,11 +24,10 @@ from torch import Tensor, nn
 
 from attmemo.forward.batch_slices import has_loss, mask_in, shallow
 from attmemo.forward.engine import Engine
-from attmemo.forward.hooks import Hook
 from attmemo.guard.answers import Answers
 from attmemo.guard.certificate import Certificate
 from attmemo.packed.runner import Packed
-from attmemo.packed.stack import Stack
+from attmemo.packed.stack import Onlookers, Stack
 from attmemo.system.locking import ThreadLock
 
 _LOG = logging.getLogger("attmemo")
@@ -84,25 +82,27 @@ class LinearChoice:
         self._engine, self._answers, self.speed = engine, answers, speed
         self._served = served
         self.certificate = Certificate(budget, confidence)
-        self.state = State.PROVING if speed >= FASTER else State.EXACT
-        self._why = "" if speed >= FASTER else "8 bits are not faster here"
+        self.state, self._why = State.PROVING, ""
+        self._stale = False  # whether 8-bit layers made the records: exact ones must not read them
         self._seen: set[int] = set()  # hashes of inputs
-        self._hooks: list[Any] = []
+        self._onlookers: Onlookers | None = None
         self._random, self._lock = random.Random(0), ThreadLock()
 
     def watch(self, model: nn.Module) -> None:
         """Look for hooks of torch in this model from now on: where there are some, forwards run once, and exactly."""
-        self._hooks = [hooks for one in model.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._onlookers = Onlookers(list(model.modules()), [])
 
     def __call__(
         self, forward: Callable[..., Any], names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One forward of the model; `names` are those of its arguments."""
         state, running = self.state, self._engine.current.forward
-        if state is State.EXACT:
+        if state is State.EXACT and not self._stale:
             return forward(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("labels") is not None or (running is not None and running.whole) or any(self._hooks):
+        asked_whole = state is State.EXACT or (running is not None and running.whole)
+        seen = self._onlookers is not None and self._onlookers.have_hooks
+        if asked_whole or seen or given.get("labels") is not None:
             with self._engine.open(packed=self.exact, whole=True):
                 return forward(*args, **kwargs)
         if state is State.SERVING and self._random.random() >= 1 / VERIFIED:
@@ -179,6 +179,7 @@ class LinearChoice:
     def _end(self, why: str) -> None:
         """Be exact from now on."""
         self._stack.packed = self.rounded = self.exact  # 8-bit weights are given back
+        self._stale = self.state is State.SERVING
         self.state, self._why = State.EXACT, why
         _LOG.warning("attmemo: %s", self.sentence)
 
@@ -205,19 +206,6 @@ class LinearChoice:
             "state": self.state.value, "says": self.sentence, "speed": self.speed,
             "compared": counts.changed + counts.same, "changed": counts.changed, "highest": self.certificate.highest,
         }  # fmt: skip
-
-
-class ChoiceHook(Hook):
-    """Runs the forwards of a model whose linear layers are chosen."""
-
-    def __init__(self, owner: object, model: nn.Module, choice: LinearChoice) -> None:
-        super().__init__(owner, model)
-        self._choice, self._names = choice, tuple(inspect.signature(self.__wrapped__).parameters)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active or torch.compiler.is_compiling():
-            return self.__wrapped__(*args, **kwargs)
-        return self._choice(self.__wrapped__, self._names, args, kwargs)
 
 
 def speed_of(engine: Engine, host: nn.Module, exact: Packed, rounded: Packed) -> float:

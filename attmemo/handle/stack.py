@@ -28,7 +28,7 @@ from attmemo.guard.answers import Answers
 from attmemo.guard.forward import Guarded
 from attmemo.guard.guard import Guard
 from attmemo.guard.keeper import Keeper
-from attmemo.guard.linear_choice import FASTER, ChoiceHook, LinearChoice, speed_of
+from attmemo.guard.linear_choice import FASTER, LinearChoice, speed_of
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.kernels.linear8 import LinearName
 from attmemo.models import Adapter, Site
@@ -116,12 +116,10 @@ class StackMemoization(Memoization):
             self._head = HeadHook(self, self._model, stack, self.engine, self._hooks)
             self._head.insert()
             hooks.append(self._head)
-        if self.guarded is not None:
-            hooks.append(AnswerHook(self, self._outer, self.guarded))
-            hooks[-1].insert()
-        if self.choice is not None:
-            hooks.append(ChoiceHook(self, self._outer, self.choice))
-            hooks[-1].insert()
+        for run in (self.guarded, self.choice):  # what chooses stands outside: it runs guarded forwards
+            if run is not None:
+                hooks.append(AnswerHook(self, self._outer, run))
+                hooks[-1].insert()
         return hooks
 
     @property

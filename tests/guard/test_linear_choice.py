@@ -173,6 +173,23 @@ def test_rows_have_half_of_the_budget_and_begin_once_8_bits_are_decided() -> Non
     assert model.attmemo.stats()["linear"] == "int8"
 
 
+@pytest.mark.usefixtures("faster", "never_drawn")
+def test_records_of_8_bit_layers_serve_no_exact_ones() -> None:
+    bare = FAMILIES["BERT classifier"].make()
+    exact = memoize(copy.deepcopy(bare), reuse="none")
+    model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24)
+    inputs = next(batches(1))
+    model.attmemo.choice._serve()
+    answers(model, inputs)
+    assert model.attmemo.flush()
+    answers(model, inputs)
+    repeated = model.attmemo.stats()["repeated"]
+    assert repeated == SIZE, "the records serve while 8-bit layers do"
+    model.attmemo.choice._end("a test")
+    assert torch.equal(answers(model, inputs), answers(exact, inputs))
+    assert model.attmemo.stats()["repeated"] == repeated
+
+
 def test_where_8_bits_are_not_faster_nothing_is_compared_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attmemo.handle.stack.speed_of", lambda *_: 1.1)
     bare, model = vectors()
