@@ -190,7 +190,7 @@ def memoize(
             with weights_first(model if isinstance(model, nn.Module) else encoder):
                 handle = _prepare(
                     encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
-                    bound, own, budget, answer != "auto", chooses,
+                    bound, own, budget, chooses,
                 )  # fmt: skip
         except AnswerError as error:
             if reuse == "rows" or answer != "auto":
@@ -254,7 +254,6 @@ def _prepare(
     max_bytes: int | None,
     linear: LinearName,
     budget: float | None,
-    vectors: bool,
     chooses: bool,
 ) -> Memoization:
     """Check everything and make the handle; the model is not changed yet."""
@@ -276,7 +275,8 @@ def _prepare(
         return prepare_rows(
             encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes, fields),
             threshold=threshold, rule=rule, gate=gate, guarding=guarding, linear=linear,
-            vectors=vectors or not by_itself, chooses=chooses and folder is None and prepared is None,
+            vectors=not by_itself or (guarding is not None and guarding.answers.rule != "auto"),
+            chooses=chooses and folder is None and prepared is None,
         )  # fmt: skip
 
     if by_itself:

@@ -37,7 +37,7 @@ from attmemo.guard.keeper import Keeper
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.rules import digest_of_rules
 from attmemo.handle.description import describe
-from attmemo.handle.stack import StackMemoization, choose_linear, handle_of, packed_of
+from attmemo.handle.stack import StackMemoization, blocks_of, choose_linear, handle_of, packed_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS, Kinds
 from attmemo.kernels.linear8 import LinearName
@@ -144,8 +144,7 @@ def prepare_rows(
     """
     share = _share(threshold)
     tokenizer = None if guarding is None else guarding.tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
-    packed = packed_of(encoder, adapter, "rows", linear)
-    blocks, opened = packed.blocks, records.prepared
+    blocks, opened = blocks_of(encoder, adapter, "rows"), records.prepared
     if opened is not None and opened.manifest.layers_kept(KIND_ROWS) != len(blocks.blocks):
         raise DatabaseError(
             f"{opened.path} keeps no rows of {len(blocks.blocks)} blocks.",
@@ -158,6 +157,8 @@ def prepare_rows(
             what = f"{type(outer).__name__} gives vectors, and rows of similar inputs pull vectors towards each other."
             hint = "reuse='rows' or answer='mean' reuses rows all the same, where neighbours need not be kept"
             raise AnswerError(what, hint)
+    packed = packed_of(encoder, adapter, "rows", linear)  # behind: it takes as much memory as the weights
+    blocks = packed.blocks
     with ExitStack() as undo:
         prepared = None if opened is None else DatabaseRows(opened)
         store: DatabaseRows | GrowingRows
