@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, sample, stacked
+from attmemo.kernels.linear import agrees, sample, stacked
 from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Panels, Weights, columns_of
 
 _EMPTY = np.zeros(0, np.float32)
@@ -57,42 +57,15 @@ class Linear16(Panels):
 
     arithmetic: ClassVar[int] = 2
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, gated: bool = False) -> None:
-        self.outputs, self.inputs = len(weight) // (2 if gated else 1), weight.shape[1]
-        self.dtype, self.activation, self.gated = weight.dtype, activation, gated
-        bias = columns_of(weight.new_zeros(len(weight)) if bias is None else bias, gated).float()
-        tiles = _in_tiles(columns_of(weight, gated)).view(torch.int16)
-        self.weights: Weights = tiles.numpy(), _EMPTY, bias.numpy(), _EMPTY
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> Weights:
+        bias = columns_of(weight.new_zeros(len(weight)) if bias is None else bias, self.gated).float()
+        tiles = _in_tiles(columns_of(weight, self.gated)).view(torch.int16)
+        return tiles.numpy(), _EMPTY, bias.numpy(), _EMPTY
 
     @classmethod
-    def of(
-        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none", gated: bool = False
-    ) -> Linear16:
-        """Prepare the layer whose weight is `weights` stacked, such as those of Q, K and V.
-
-        Parameters
-        ----------
-        weights : sequence of Tensor
-            Each ``[out, in]`` with the same ``in``; plain dense bfloat16 tensors on the CPU.
-        biases : sequence of Tensor or None
-            One for each weight, ``[out]``. None is zeros.
-        activation : str
-            One of `attmemo.kernels.linear.ACTIVATIONS`: "gelu" is the exact one.
-        gated : bool
-            Whether the first half of the columns is activated, and multiplied by the other half.
-
-        Raises
-        ------
-        ValueError
-            If the activation is not known, or the tensors are not of this kind or do not fit each other.
-        """
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        check_parts(weights, biases)
-        if weights[0].dtype != torch.bfloat16 or weights[0].shape[1] > MOST_INPUTS:
-            raise ValueError(f"weights are bfloat16 with at most {MOST_INPUTS} inputs, not {weights[0].dtype}")
-        with torch.inference_mode(False), torch.no_grad():
-            return cls(*stacked(weights, biases), activation, gated)
+    def _check(cls, weight: Tensor) -> None:
+        if weight.dtype != torch.bfloat16 or weight.shape[1] > MOST_INPUTS:
+            raise ValueError(f"weights are bfloat16 with at most {MOST_INPUTS} inputs, not {weight.dtype}")
 
     @classmethod
     def where_it_pays(

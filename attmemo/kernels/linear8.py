@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attmemo.kernels.linear import ACTIVATIONS, AFTER, check_parts, stacked
+from attmemo.kernels.linear import AFTER, stacked
 from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Numbers, Panels, Weights, columns_of
 
 LinearName = Literal["exact", "int8"]
@@ -30,46 +30,19 @@ class Linear8(Panels):
 
     arithmetic: ClassVar[int] = 1
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, gated: bool = False) -> None:
-        self.outputs, self.inputs = len(weight) // (2 if gated else 1), weight.shape[1]
-        self.dtype, self.activation, self.gated = weight.dtype, activation, gated
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> Weights:
         codes, scales = rounded(weight)
         bias = scales.new_zeros(len(weight)) if bias is None else bias.detach().float()
-        codes, scales, bias = (columns_of(part, gated) for part in (codes, scales, bias))
+        codes, scales, bias = (columns_of(part, self.gated) for part in (codes, scales, bias))
         sums = codes.sum(1, dtype=torch.int32)
-        self.weights: Weights = _in_panels(codes), scales.numpy(), bias.numpy(), sums.numpy()
+        return _in_panels(codes), scales.numpy(), bias.numpy(), sums.numpy()
 
     @classmethod
-    def of(
-        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none", gated: bool = False
-    ) -> Linear8:
-        """Prepare the layer whose weight is `weights` stacked, such as those of Q, K and V.
-
-        Parameters
-        ----------
-        weights : sequence of Tensor
-            Each ``[out, in]`` with the same ``in``; plain dense tensors on the CPU, all float32 or all bfloat16.
-        biases : sequence of Tensor or None
-            One for each weight, ``[out]``. None is zeros.
-        activation : str
-            One of `attmemo.kernels.linear.ACTIVATIONS`: "gelu" is the exact one.
-        gated : bool
-            Whether the first half of the columns is activated, and multiplied by the other half.
-
-        Raises
-        ------
-        ValueError
-            If the activation is not known, or the tensors are not of this kind or do not fit each other.
-        """
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        check_parts(weights, biases)
-        if weights[0].dtype not in TYPES:
-            raise ValueError(f"weights of 8-bit layers come from float32 or bfloat16, not {weights[0].dtype}")
-        if weights[0].shape[1] > MOST_INPUTS:
-            raise ValueError(f"8-bit layers have at most {MOST_INPUTS} inputs, not {weights[0].shape[1]}")
-        with torch.inference_mode(False), torch.no_grad():
-            return cls(*stacked(weights, biases), activation, gated)
+    def _check(cls, weight: Tensor) -> None:
+        if weight.dtype not in TYPES:
+            raise ValueError(f"weights of 8-bit layers come from float32 or bfloat16, not {weight.dtype}")
+        if weight.shape[1] > MOST_INPUTS:
+            raise ValueError(f"8-bit layers have at most {MOST_INPUTS} inputs, not {weight.shape[1]}")
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attmemo.kernels import _linear as native
-from attmemo.kernels.linear import ACTIVATIONS, check_rows
+from attmemo.kernels.linear import ACTIVATIONS, check_parts, check_rows, stacked
 from attmemo.kernels.omp_team import join_torch
 from attmemo.kernels.pages import Slab
 
@@ -26,7 +28,7 @@ NO_NORM: Final = (0, 0, 0.0, 0, True)
 join_torch(native.use_team)
 
 
-class Panels:
+class Panels(ABC):
     """A linear layer whose weights lie in panels of columns, for inference.
 
     The result of a row depends on this row alone: not on the others, their number or the threads. Later changes of the
@@ -53,6 +55,49 @@ class Panels:
     activation: str
     gated: bool
     weights: Weights
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str, gated: bool = False) -> None:
+        self.outputs, self.inputs = len(weight) // (2 if gated else 1), weight.shape[1]
+        self.dtype, self.activation, self.gated = weight.dtype, activation, gated
+        self.weights = self._pack(weight, bias)
+
+    @abstractmethod
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> Weights:
+        """A weight ``[out, in]`` and a bias ``[out]`` as the kernel reads them."""
+
+    @classmethod
+    @abstractmethod
+    def _check(cls, weight: Tensor) -> None:
+        """Check that the kernel takes weights of this type and width, or raise ValueError."""
+
+    @classmethod
+    def of(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none", gated: bool = False
+    ) -> Self:
+        """Prepare the layer whose weight is `weights` stacked, such as those of Q, K and V.
+
+        Parameters
+        ----------
+        weights : sequence of Tensor
+            Each ``[out, in]`` with the same ``in``; plain dense tensors on the CPU, of one type that the kernel takes.
+        biases : sequence of Tensor or None
+            One for each weight, ``[out]``. None is zeros.
+        activation : str
+            One of `attmemo.kernels.linear.ACTIVATIONS`: "gelu" is the exact one.
+        gated : bool
+            Whether the first half of the columns is activated, and multiplied by the other half.
+
+        Raises
+        ------
+        ValueError
+            If the activation is not known, or the tensors are not of this kind or do not fit each other.
+        """
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        check_parts(weights, biases)
+        cls._check(weights[0])
+        with torch.inference_mode(False), torch.no_grad():
+            return cls(*stacked(weights, biases), activation, gated)
 
     @classmethod
     def instruction_sets(cls) -> list[str]:
