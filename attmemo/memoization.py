@@ -127,8 +127,8 @@ def memoize(
         For maps: a lookup in every layer, or one for each sequence, whose record serves all layers. Default: the tuned
         one, else ``"sequence"``.
     gate : bool
-        Leave out lookups that do not pay, and under a guard all reuse where forwards take longer with it; False always
-        tries. For maps the performance model (Eq. 3) is asked.
+        Leave out lookups that do not pay. Under a guard learning costs 1 % of the time, and half of what reuse saves;
+        False always tries, and verifies. For maps the performance model (Eq. 3) is asked.
     fetch : {"auto", "direct", "map", "view", "copy"}
         How maps are read from the arena; results are the same but for the order of sums.
     residency : {"page-cache", "hugepages"}
@@ -138,7 +138,7 @@ def memoize(
         to 8 bits: faster, and answers are near the exact ones only; what else this says of exact answers then means
         those of int8 layers. Records of one arithmetic never serve the other. ``"auto"`` is ``"exact"`` without a
         budget. With one, and no database but ``":memory:"``, 8-bit layers are timed, and where they are faster they
-        are compared with exact ones until they are proven to keep the budget, of which rows get half then.
+        are compared with exact ones, now and then, until they are proven to keep the budget. Rows get half of it then.
 
     Returns
     -------
@@ -195,7 +195,7 @@ def memoize(
         except AnswerError as error:
             if reuse == "rows" or answer != "auto":
                 raise
-            handle = _whole(encoder, model, _adapter(encoder)[0], own, guarding if chooses else None)
+            handle = _whole(encoder, model, _adapter(encoder)[0], own, guarding if chooses else None, gate)
             _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
         _warn_if_slow(encoder)
     except BaseException:
@@ -265,7 +265,7 @@ def _prepare(
     if database is None and folder is None and asks_for_prepared:
         database = AUTO
     by_itself = database is None and folder is None and reuse == "auto"
-    whole = partial(_whole, encoder, outer, adapter, linear, guarding if chooses else None)
+    whole = partial(_whole, encoder, outer, adapter, linear, guarding if chooses else None, gate)
     if reuse == "none" or (by_itself and guarding is None):
         return whole()
     fills = fill is not False
@@ -329,7 +329,7 @@ def _prepare(
 
 
 def _whole(
-    encoder: nn.Module, outer: Any, adapter: Adapter, linear: LinearName, guarding: Guarding | None
+    encoder: nn.Module, outer: Any, adapter: Adapter, linear: LinearName, guarding: Guarding | None, gate: bool
 ) -> StackMemoization:
     """Packed blocks; with a budget, 8-bit layers are proven where they are faster."""
     handle = prepare_stack(encoder, adapter, linear)
@@ -341,7 +341,7 @@ def _whole(
             _LOG.info("attmemo: linear layers stay exact, nothing can be compared: %s", error)
         else:
             choose_linear(
-                handle, encoder, adapter, answering, guarding.answers, guarding.budget, guarding.confidence
+                handle, encoder, adapter, answering, guarding.answers, guarding.budget, guarding.confidence, gate=gate
             )
     return handle
 

@@ -53,12 +53,9 @@ INSTRUCTION = (
 class Rich(Certificate):
     """Affords everything: no answer costs anything."""
 
-    def __init__(self, budget: float, confidence: float) -> None:
-        super().__init__(budget, confidence)
-        self.highest = 0.0
-
-    def _bound(self) -> None:
-        self.highest = 0.0
+    @property
+    def highest(self) -> float:
+        return 0.0
 
 
 class Unproven(Guard):
@@ -401,7 +398,6 @@ def _delay(samples: np.ndarray[Any, Any]) -> int:
     certificate = Certificate(BUDGET, 0.95)
     certificate.counts.requests = certificate.counts.served = 1
     certificate.counts.same = 400
-    certificate.highest = 0.0
     for number, changed in enumerate(samples.tolist()):
         if certificate.alarms(bool(changed)):
             return number + 1

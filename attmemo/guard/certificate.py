@@ -99,8 +99,20 @@ class Certificate:
     def __init__(self, budget: float, confidence: float) -> None:
         self.budget, self.confidence = budget, confidence
         self.counts = Counts()
-        self.highest = 1.0
+        self._highest: float | None = 1.0  # None: to be found
         self._alarm = np.ones(len(WORSE))
+
+    @property
+    def highest(self) -> float:
+        """The highest rate of changed answers that the samples do not rule out.
+
+        It is found when it is asked for: that takes half a millisecond, and a batch may have many samples.
+        """
+        if self._highest is None:
+            c = self.counts
+            self._highest = highest_rate(c.changed, c.same, self.confidence)
+            c.lowest = min(c.lowest, self._highest)
+        return self._highest
 
     def affords(self, more: int = 1) -> bool:
         """Return whether so many answers more may be served: their own requests earn, too."""
@@ -119,7 +131,8 @@ class Certificate:
         repeated : sequence of bool
             Whether its own record answers.
         """
-        c, budget, highest, found = self.counts, self.budget, self.highest, list[bool]()
+        highest, found = self.highest, list[bool]()
+        c, budget = self.counts, self.budget
         most, lowest = budget * EARNINGS, c.lowest
         for count, want, same in zip(times, wanted, repeated, strict=True):
             saved = budget * c.requests - min(c.charged, c.served * lowest) - c.lost
@@ -145,7 +158,8 @@ class Certificate:
     @property
     def cost(self) -> float:
         """Changed answers so far, at most: what was served costs no more than the lowest bound there was."""
-        return min(self.counts.charged, self.counts.served * self.counts.lowest)
+        lowest = min(self.highest, self.counts.lowest)
+        return min(self.counts.charged, self.counts.served * lowest)
 
     @property
     def _saved(self) -> float:
@@ -158,14 +172,8 @@ class Certificate:
         self.counts.owed += served
         self.counts.changed += changed
         self.counts.same += not changed
-        self._bound()
+        self._highest = None
         return self.alarms(changed)
-
-    def _bound(self) -> None:
-        """Bound the rate anew."""
-        c = self.counts
-        self.highest = highest_rate(c.changed, c.same, self.confidence)
-        c.lowest = min(c.lowest, self.highest)
 
     def alarms(self, changed: bool) -> bool:
         """Go on with the bet that the rate is above the budget; whether it is won."""
@@ -176,12 +184,11 @@ class Certificate:
 
     def adopt(self, counts: Counts) -> None:
         """Go on from these counts."""
-        self.counts = counts
-        self._bound()
+        self.counts, self._highest = counts, None
 
     def restart(self) -> None:
         """Begin a new epoch."""
-        self.counts, self.highest, self._alarm = Counts(), 1.0, np.ones(len(WORSE))
+        self.counts, self._highest, self._alarm = Counts(), 1.0, np.ones(len(WORSE))
 
     @property
     def share_served(self) -> float:

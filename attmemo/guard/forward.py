@@ -1,6 +1,5 @@
 """A forward under a guard: serve, look at the answers, compute again what is too near to call, verify what was chosen.
 
-    answers that are owed, if they are many ─► computed whole and compared with those that were given
     the model, with what its caller gave
       some sequences are served from records, the others computed whole
       the blocks ran twice     ─► all again, whole
@@ -8,7 +7,7 @@
       served, below the margin ─► again, whole; the last answers are given
       to be verified           ─► the blocks computed them from records too: the rest of the model runs on those, and
                                   the answers are compared, not given
-      served, to be verified   ─► owed: verified while no request runs, or before a later one
+      served, to be verified   ─► owed: verified while no request runs
 
 The model is run again as it is, head and all, on some sequences of its own arguments: so any head can be guarded, and
 what is verified is what would be served. Answers that are pooled from what the blocks gave need no second run. A
@@ -47,8 +46,6 @@ _LOG = logging.getLogger("attmemo")
 
 BOTH_WAYS: Final = 32
 """Batches whose pooled answers are verified by a run of the model too: so many at first, one in so many later."""
-OWED: Final = 8
-"""Answers that may be owed when a request begins: if they are more, it pays first, and has room for its own."""
 AT_ONCE: Final = 4
 """Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
 
@@ -78,7 +75,7 @@ class Guarded:
         self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
         self.debts, self.idle = Debts(), Idle(self._pay_some)
         self.rows_afterwards = 0  # computed to verify answers afterwards
-        self._paying, self._paid = ThreadLock(), 0.0  # seconds that requests paid, and no forward was charged for
+        self._paying = ThreadLock()
         self._model: nn.Module | None = None
         self._pad: int | None = None
         self._hooks: list[Any] = []
@@ -122,12 +119,7 @@ class Guarded:
     ) -> Any:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
-        running, start = self._engine.current.forward, perf_counter()
-        owes_much = len(self.debts) > OWED or (self.debts and not self.guard.certificate.affords())
-        if owes_much and not (running is not None and running.whole):  # samples make the next answer cheaper
-            self.pay(wait=False)
-            self._paid += perf_counter() - start
-            start = perf_counter()
+        start = perf_counter()
         asking = Asking(self._room)
         with self._engine.open(asking=asking) as opened:
             try:
@@ -149,10 +141,7 @@ class Guarded:
         finally:
             self._settle(asking)
             self._offer(done.offers, asking, perf_counter() - start)
-            paid = 0.0
-            if asking.plan is not None:  # verifying is what reuse costs
-                paid, self._paid = self._paid, 0.0
-            self.planner.took(asking, perf_counter() - start + paid)
+            self.planner.took(asking, perf_counter() - start)
 
     def _checked(
         self, forward: Model, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, done: Outcome,
@@ -225,7 +214,6 @@ class Guarded:
         stamp = self._stamp() if places else None
         for place in places:
             if stamp is None or place in low:
-                self.guard.give_back()
                 continue
             one = torch.tensor([place])
             self.debts.add(Debt(

@@ -7,14 +7,13 @@
         the record's own answer is below the margin ─► exact; a small share is verified
         the budget does not afford it ───────────────► exact, and verified: a sample for the certificate
         drawn by chance, a small share;
-        before there is a certificate all ───────────► reused, and verified afterwards: a sample, too. Where too many
-                                                       answers wait for that, drawn ones are exact, and verified
+        before there is a certificate all ───────────► reused, and verified while no request runs: a sample, too.
+                                                       Where too many wait for that, drawn ones are exact, and verified
         else ────────────────────────────────────────► reused. Below the margin it is computed again, exactly
     a request without a record ──────────────────────► exact
 
-ONE RULE for what verifying may cost: so many verifications (`PATIENCE`) in vain. Each one counts, each reused answer
-gives a part of one back, an alarm begins anew. Beyond, only the small share is verified that is drawn anyway: where
-nothing comes of it, verifying ends.
+What verifying may cost is not the guard's matter: a caller says how many it may verify (`attmemo.guard.time_account`).
+Beyond, only the small share is verified that is drawn anyway.
 
 What is verified at once is answered exactly: that cannot change an answer, whatever the verification finds. What is
 verified afterwards was afforded like every reused answer.
@@ -40,14 +39,8 @@ from attmemo.system.locking import ThreadLock
 
 DRAWN: Final = 0.0075
 """Share of the answers to be reused that are verified, whatever was verified before."""
-PATIENCE: Final = 500.0
-"""Verifications in vain before only the drawn share is verified: a certificate for 1 % takes 318."""
-RETURNED: Final = 0.3
-"""Verifications that a reused answer gives back."""
-AGAIN: Final = 0.1
-"""Share of the reused answers that are verified while a certificate has to be earned again: a changed answer asks for
-326 samples more. To verify all of them would make these requests as slow as exact ones. A tenth is enough where .7 to
-.95 of the requests are reused: the certificate is back before what was saved up of the budget is spent."""
+AT_ONCE: Final = 16
+"""Answers of a batch that are verified at once: each takes about half the time of an exact one."""
 
 TRIED: Final = 4
 """Records of a sequence that are looked at, the one with the fewest rows to compute first, until all that changed is
@@ -94,7 +87,6 @@ class Guard:
         self._inherited: dict[str, float] = {}  # counts of the parent, in a forked child before its first sync
         self._dirty = False
         self._since = time.time()
-        self._in_vain = 0.0
         self._random = random.Random(seed)
         self._done: Counter[str] = Counter()
         self._lock = ThreadLock()
@@ -121,7 +113,7 @@ class Guard:
         )
 
     def decide(
-        self, evidence: Sequence[int], firsts: Sequence[int] | None = None, room: int = 0
+        self, evidence: Sequence[int], firsts: Sequence[int] | None = None, room: int = 0, most: int = 1 << 30
     ) -> list[Verdict | None]:
         """Decide what becomes of the requests of a batch, and count them; None: there is no record.
 
@@ -134,6 +126,8 @@ class Guard:
             at most is verified, for more say nothing new.
         room : int
             So many answers may be verified afterwards.
+        most : int
+            So many answers, chosen by chance, may be verified at once beside those that are drawn; by default all.
         """
         with self._lock:
             times = Counter(range(len(evidence)) if firsts is None else firsts)
@@ -143,30 +137,27 @@ class Guard:
                 [kind == Evidence.SAME for kind in kinds],
             )  # fmt: skip
             decided: dict[int, Verdict | None] = {}
-            certified, stands, drawn, below, above = self.certified, self.stands, self.drawn, 0.0, 0.0
+            certified, drawn, below, above = self.certified, self.drawn, 0.0, 0.0
+            asks = [kind >= Evidence.UNKNOWN and kind != Evidence.SAME for kind in kinds]
+            asking = sum(one and not affordable for one, affordable in zip(asks, affords, strict=True))
+            seen = max(drawn, min(1.0, most / asking)) if asking else drawn
             for (place, count), kind, affordable in zip(times.items(), kinds, affords, strict=True):
-                pays, chance = self._in_vain <= PATIENCE - 1.0, self._random.random()
-                verdict: Verdict | None = None
+                chance, verdict = self._random.random(), None
                 if kind == Evidence.SAME:
                     verdict = Verdict.SERVE
                 elif affordable:
-                    learns = pays and room > 0 and not certified
-                    owes = drawn if not learns else max(drawn, AGAIN) if stands else 1.0
+                    owes = drawn if certified or room <= 0 else 1.0
                     below, above = below + 1.0, above + owes
                     verdict = Verdict.SERVE if chance >= owes else Verdict.OWE if room > 0 else Verdict.SAMPLE
-                    self._in_vain += (verdict is not Verdict.SERVE and not certified) - RETURNED * count
                     room -= verdict is Verdict.OWE
                     for _ in range(count if verdict is Verdict.SAMPLE else 0):
                         self.certificate.give_back()
                 elif kind >= Evidence.FREELY:
-                    seen = 1.0 if pays else drawn
                     below, above = below + seen, above + seen
                     verdict = Verdict.SAMPLE if chance < seen else Verdict.LEAVE
-                    self._in_vain += verdict is Verdict.SAMPLE
                 elif kind >= Evidence.UNKNOWN:
-                    pays = pays and kind == Evidence.UNKNOWN
-                    verdict = Verdict.LEARN if pays or chance < drawn else Verdict.LEAVE
-                    self._in_vain += verdict is Verdict.LEARN
+                    learns = seen if kind == Evidence.UNKNOWN else drawn
+                    verdict = Verdict.LEARN if chance < learns else Verdict.LEAVE
                 serves = verdict is Verdict.SERVE or verdict is Verdict.OWE
                 name = "whole" if verdict is None else verdict.value
                 if serves:
@@ -176,7 +167,6 @@ class Guard:
                     self._done["whole"] += count - 1
                 decided[place] = verdict
             self.margin.request(below, above)
-            self._in_vain = max(self._in_vain, 0.0)
             self._stands = self.certified or (self._stands and self.certificate.affords())
             self._dirty = True
             if firsts is None or len(times) == len(evidence):
@@ -214,7 +204,6 @@ class Guard:
                 self.margin.sample(margin, changed)
             if low:
                 if verdict is Verdict.SERVE:
-                    self._in_vain += RETURNED  # it saved nothing
                     self.certificate.give_back()
             elif verdict in (Verdict.SAMPLE, Verdict.OWE) and self.certificate.sample(
                 changed, verdict is Verdict.OWE
@@ -243,19 +232,12 @@ class Guard:
             if same:
                 self.certificate.counts.repeated = max(self.certificate.counts.repeated - 1, 0)
             else:
-                self._in_vain += RETURNED
                 self.certificate.give_back()
 
     def _rename(self, same: bool, name: str) -> None:
         """Count a request that was to be reused under another name."""
         self._done[served_name(same)] -= 1
         self._done[name] += 1
-
-    def give_back(self) -> None:
-        """Note that an answer that was to be verified afterwards will not be."""
-        with self._lock:
-            if not self.certified:
-                self._in_vain = max(self._in_vain - 1.0, 0.0)
 
     def sync(self, ledger: Ledger) -> None:
         """Share what was learned with a file. OSError: it cannot be written; nothing is lost but the sharing."""
@@ -272,7 +254,7 @@ class Guard:
                 self.verified.merge(stored.hashes)
                 if stored.epoch > self._epoch:  # another process raised the alarm: what was counted here is void
                     self._epoch, self._since, own = stored.epoch, stored.since, dict(stored.counts)
-                    self._alarmed, self._stands, self._in_vain = True, False, 0.0
+                    self._alarmed, self._stands = True, False
                     self.certificate.restart()
                 elif stored.epoch == self._epoch:
                     own = joined(beyond(own, known or {}), stored.counts)
@@ -295,6 +277,7 @@ class Guard:
 
     def _counts(self) -> dict[str, float]:
         counts = self.certificate.counts
+        counts.lowest = min(counts.lowest, self.certificate.highest)
         own = {name: float(getattr(counts, name)) for name in Counts.__slots__}
         return own | self.margin.counts()
 
@@ -306,7 +289,7 @@ class Guard:
 
     def _alarm(self) -> None:
         self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
-        self._stands, self._in_vain = False, 0.0
+        self._stands = False
         self.margin.rise()
         self.certificate.restart()
 
@@ -314,14 +297,6 @@ class Guard:
     def epoch(self) -> int:
         """How many alarms there were."""
         return self._epoch
-
-    @property
-    def learns(self) -> bool:
-        """Whether it still learns what a certificate needs: verifications are an investment, and reuse is slow.
-
-        Not once it is certified, and not after too many verifications in vain.
-        """
-        return not self.certified and self._in_vain <= PATIENCE - 1.0
 
     @property
     def stands(self) -> bool:

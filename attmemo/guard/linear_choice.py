@@ -1,8 +1,9 @@
 """Exact or 8-bit linear layers, whichever is faster within a budget: timed, then proven on a model's own inputs.
 
     memoize      both are timed on a batch of its own; where 8 bits are not faster, nothing else happens
-    PROVING      requests get exact answers; 8-bit ones are computed beside them and compared
-    SERVING      requests get 8-bit answers; one forward of many is computed exactly, too, and compared
+    PROVING      requests get exact answers; some 8-bit ones are computed beside them and compared: while no request
+                 runs, and beside requests as far as the time account affords that
+    SERVING      requests get 8-bit answers; of one forward of many, some are computed exactly, too, and compared
     EXACT        8 bits change too many answers: the model is exact from now on, and reads no record of 8-bit layers
 
 The proof is that of `attmemo.guard.certificate`: a bound on the rate of changed answers that holds at all numbers of
@@ -12,8 +13,11 @@ samples at once. An input counts once.
 from __future__ import annotations
 
 import logging
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
 from typing import Any, Final
@@ -22,10 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attmemo.forward.batch_slices import has_loss, mask_in, shallow
+from attmemo.forward.batch_slices import has_loss, mask_in, shallow, take
 from attmemo.forward.engine import Engine
-from attmemo.guard.answers import Answers
+from attmemo.guard.answers import Answers, Read
 from attmemo.guard.certificate import Certificate
+from attmemo.guard.deferred import Model, stamp_of
+from attmemo.guard.idle import Idle
+from attmemo.guard.planner import GuardedPlanner
+from attmemo.guard.time_account import AHEAD, TimeAccount
 from attmemo.packed.runner import Packed
 from attmemo.packed.stack import Onlookers, Stack
 from attmemo.system.locking import ThreadLock
@@ -33,7 +41,7 @@ from attmemo.system.locking import ThreadLock
 _LOG = logging.getLogger("attmemo")
 
 FASTER: Final = 1.2
-"""8 bits are proven where exact forwards take so many times as long: a proof computes hundreds of requests twice."""
+"""8 bits are proven where exact forwards take so many times as long."""
 ROUNDS: Final = 5
 """Forwards of each kind that are timed, in turns; the first one of each does not count."""
 BATCH: Final = 8
@@ -43,6 +51,10 @@ MOST: Final = 2000
 """Answers after which a proof is given up."""
 VERIFIED: Final = 64
 """Once 8 bits serve, one forward of so many is verified."""
+AT_ONCE: Final = 16
+"""Sequences of a forward that are compared, chosen by chance."""
+WAITING: Final = 4
+"""Forwards of which some sequences wait to be compared while no request runs."""
 
 
 class State(Enum):
@@ -51,6 +63,18 @@ class State(Enum):
     PROVING = "proving"
     SERVING = "int8"
     EXACT = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some sequences of a forward, that are to be compared."""
+
+    forward: Model
+    inputs: tuple[Any, Any]
+    mask: Tensor | None
+    ids: Any
+    places: list[int]  # in the batch
+    stamp: object = None  # of the model
 
 
 class LinearChoice:
@@ -70,30 +94,43 @@ class LinearChoice:
         How many times as long exact forwards take.
     served : callable
         Called once, before 8-bit layers serve.
+    rows : GuardedPlanner, optional
+        Serves rows of records beside. What these have saved pays for the proof, too.
+    always : bool
+        Whether every forward is compared, whatever that costs.
     """
 
     def __init__(
-        self, budget: float, confidence: float, answers: Answers, engine: Engine, rounded: Packed, speed: float,
-        served: Callable[[], None] | None = None,
+        self, budget: float, confidence: float, answers: Answers, engine: Engine, rounded: Packed, speed: float, *,
+        served: Callable[[], None] | None = None, rows: GuardedPlanner | None = None, always: bool = False,
     ) -> None:  # fmt: skip
         stack = engine.reuse
         assert isinstance(stack, Stack)
         self._stack, self.exact, self.rounded = stack, stack.packed, rounded
         self._engine, self._answers, self.speed = engine, answers, speed
-        self._served = served
+        self._served, self._rows = served, rows
         self.certificate = Certificate(budget, confidence)
+        self.account = TimeAccount(always, lends=_lent(budget, confidence, speed))
         self.state, self._why = State.PROVING, ""
         self._stale = False  # whether 8-bit layers made the records: exact ones must not read them
         self._seen: set[int] = set()  # hashes of inputs
         self._onlookers: Onlookers | None = None
+        self._model: nn.Module | None = None
         self._random, self._lock = random.Random(0), ThreadLock()
+        self._waiting: deque[_Part] = deque(maxlen=WAITING)
+        self.idle = Idle(self._compare_later)
 
     def watch(self, model: nn.Module) -> None:
         """Look for hooks of torch in this model from now on: where there are some, forwards run once, and exactly."""
-        self._onlookers = Onlookers(list(model.modules()), [])
+        self._model, self._onlookers = model, Onlookers(list(model.modules()), [])
+
+    def close(self) -> None:
+        """Compare nothing any more while no request runs."""
+        self._waiting.clear()
+        self.idle.close()
 
     def __call__(
-        self, forward: Callable[..., Any], names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One forward of the model; `names` are those of its arguments."""
         state, running = self.state, self._engine.current.forward
@@ -107,38 +144,105 @@ class LinearChoice:
                 return forward(*args, **kwargs)
         if state is State.SERVING and self._random.random() >= 1 / VERIFIED:
             return forward(*args, **kwargs)
+        self.idle.began()
+        try:
+            return self._compared(forward, given, args, kwargs)
+        finally:
+            self.idle.ended()
+            if self._waiting:
+                self.idle.wake()
+
+    def _compared(
+        self, forward: Model, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The output, and some of its answers compared now, or later."""
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
-        again = shallow((args, kwargs))
-        if state is State.PROVING:
-            with self._engine.open(packed=self.exact, whole=True):  # what is computed now becomes no record
-                output = exact = forward(*args, **kwargs)
-            rounded = self._beside(forward, again, self.rounded)
-        else:
-            output = rounded = forward(*args, **kwargs)
-            exact = self._beside(forward, again, self.exact)
-        if exact is not None and rounded is not None and not has_loss(output):
-            self._compare(exact, rounded, mask_in(given), given.get("input_ids"))
+        inputs = shallow((args, kwargs))
+        start = perf_counter()
+        output = forward(*args, **kwargs)
+        if has_loss(output):
+            return output
+        mask = mask_in(given)
+        part = self._part_of(forward, inputs, mask, given.get("input_ids"))
+        if self.state is State.SERVING:
+            self._compare(part, rounded=self._read(output, mask))
+            return output
+        if mask is not None:
+            self.account.record(int(mask.count_nonzero()), len(mask), perf_counter() - start, reused=False)
+        account = self._payer
+        if account is None:
+            self._waiting.append(part)
+            return output
+        start = perf_counter()
+        # With records beside, the output may come from some of them.
+        self._compare(part, exact=None if self._rows is not None else self._read(output, mask))
+        account.spend(perf_counter() - start)
         return output
 
-    def _beside(self, forward: Callable[..., Any], inputs: tuple[Any, Any], packed: Packed) -> Any:
-        """The output in another arithmetic; None: there is none."""
-        args, kwargs = inputs
+    @property
+    def _payer(self) -> TimeAccount | None:
+        """The account that pays for a comparison now; None: none does."""
+        rows = None if self._rows is None else self._rows.times
+        if self.account.learns:
+            return self.account
+        return rows if rows is not None and rows.has_plenty else None
+
+    def _part_of(self, forward: Model, inputs: tuple[Any, Any], mask: Tensor | None, ids: Any) -> _Part:
+        """Some sequences of a batch, chosen by chance; all, if it is not known how many there are."""
+        sized = next((one for one in (mask, ids) if isinstance(one, Tensor) and one.dim() == 2), None)
+        batch = 0 if sized is None else len(sized)
+        stamp = None if self._model is None else stamp_of(self._model)
+        if batch <= AT_ONCE:
+            return _Part(forward, inputs, mask, ids, list(range(batch)), stamp)
+        places = sorted(self._random.sample(range(batch), AT_ONCE))
+        chosen = torch.tensor(places)
+        return _Part(
+            forward, take(inputs, chosen, batch), None if mask is None else mask[chosen],
+            take(ids, chosen, batch), places, stamp,
+        )  # fmt: skip
+
+    def _compare_later(self) -> bool:
+        """Compare what waits, in the thread for idle times; whether there is more."""
         try:
-            with self._engine.open(packed=packed, whole=True, repeats=True):
-                return forward(*args, **kwargs)
+            part = self._waiting.popleft()
+        except IndexError:
+            return False
+        if self.state is State.PROVING and self._model is not None and part.stamp == stamp_of(self._model):
+            with torch.no_grad():
+                self._compare(part)
+        return bool(self._waiting)
+
+    def _compare(self, part: _Part, exact: Read | None = None, rounded: Read | None = None) -> None:
+        """Compare answers of some sequences. What is given are answers of the whole batch; the rest is computed."""
+        try:
+            expected = exact or self._beside(part, self.exact)
+            seen = rounded or self._beside(part, self.rounded)
+            count = len((expected if exact is None else seen).values)
+            own = list(range(count))
+            places = part.places or own
+            pairs = zip(own if rounded is None else places, own if exact is None else places, strict=True)
+            changed = [self._answers.differ(seen, one, expected, other) for one, other in pairs]
+        except Exception as error:
+            self._failed(error)
+            return
+        self._count(changed, self._new(part.ids, part.mask, len(changed)))
+
+    def _read(self, output: Any, mask: Tensor | None) -> Read | None:
+        """The answers of an output; None: there are none, and nothing is compared any more."""
+        try:
+            return self._answers.read(output, mask)
         except Exception as error:
             self._failed(error)
             return None
 
-    def _compare(self, exact: Any, rounded: Any, mask: Tensor | None, ids: Any) -> None:
-        """Count the answers of one forward, and decide."""
-        try:
-            expected, seen = self._answers.read(exact, mask), self._answers.read(rounded, mask)
-            changed = [self._answers.differ(seen, n, expected, n) for n in range(len(expected.values))]
-        except Exception as error:
-            self._failed(error)
-            return
-        new = self._new(ids, mask, len(changed))
+    def _beside(self, part: _Part, packed: Packed) -> Read:
+        """The answers of some sequences in another arithmetic."""
+        args, kwargs = shallow(part.inputs)
+        with self._engine.open(packed=packed, whole=True, repeats=True):
+            return self._answers.read(part.forward(*args, **kwargs), part.mask)
+
+    def _count(self, changed: Sequence[bool], new: Sequence[bool]) -> None:
+        """Count compared answers, and decide. An input that was counted before says nothing."""
         with self._lock:
             serving, alarm = self.state is State.SERVING, False
             for differs in (one for one, counts in zip(changed, new, strict=True) if counts):
@@ -206,6 +310,12 @@ class LinearChoice:
             "state": self.state.value, "says": self.sentence, "speed": self.speed,
             "compared": counts.changed + counts.same, "changed": counts.changed, "highest": self.certificate.highest,
         }  # fmt: skip
+
+
+def _lent(budget: float, confidence: float, speed: float) -> float:
+    """Share of the time that 8 bits will save, if that pays for a proof within `AHEAD` requests; else 0."""
+    samples = math.log(1.0 - confidence) / math.log1p(-budget)  # at least, and none of them may differ
+    return 1.0 - 1.0 / speed if AHEAD * (speed - 1.0) >= samples else 0.0
 
 
 def speed_of(engine: Engine, host: nn.Module, exact: Packed, rounded: Packed) -> float:

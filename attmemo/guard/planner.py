@@ -11,8 +11,8 @@ import numpy as np
 from attmemo.forward.context import Forward
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
-from attmemo.guard.forward_times import ForwardTimes
-from attmemo.guard.guard import Guard
+from attmemo.guard.guard import AT_ONCE, Guard
+from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.align import Rule, Tokens
 from attmemo.kernels.changes import Changes
@@ -48,6 +48,7 @@ class Asking:
         self.room = room
         self.planned, self.batch = False, 0
         self.tokens = self.sequences = 0  # of the forward
+        self.could = 0.0  # share of the rows that records with known changes could save
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
         self.plan: RowPlan | None = None
         self.verdicts: list[Verdict | None] = []
@@ -119,7 +120,7 @@ class GuardedPlanner(RowPlanner):
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
         self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store
-        self.times, self._epoch = ForwardTimes(always=not gated), guard.epoch
+        self.times = TimeAccount(always=not gated)
 
     def plan(self, layer: int, call: Call, spans: Spans, forward: Forward) -> Plan:
         asking: Asking | None = forward.asking
@@ -149,8 +150,11 @@ class GuardedPlanner(RowPlanner):
         looked = perf_counter()
         asking.plan = found = self.planned(asked, candidates)
         asking.epoch, evidence = self.guard.epoch, found.evidence
-        asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room)
-        self._count(asked, found, evidence > Evidence.UNSURE, (start, looked), counters)
+        most = batch if self.times.always else AT_ONCE if self.times.learns else 0
+        asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room, most)
+        known = evidence >= Evidence.FREELY
+        asking.could = float((asked.lengths - found.computed)[known].sum() / asked.lengths.sum())
+        self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
         whole = np.flatnonzero(~served & (evidence != Evidence.ROUNDED)).tolist()
         tokens, starts = asked.tokens, asked.starts.tolist()
@@ -163,23 +167,20 @@ class GuardedPlanner(RowPlanner):
         return plan_of(layer, spans, asked, found, served, admitted if admits else {}, beside)
 
     def _pays(self, tokens: int) -> bool:
-        return self.times.ask(tokens, learns=self.guard.learns)
+        return self.times.ask(tokens)
 
     def _may_pay(self, seconds_per_row: float | None) -> bool:
-        return super()._may_pay(seconds_per_row) and not self.times.ended
+        return super()._may_pay(seconds_per_row) and not self.times.rests
 
     def took(self, asking: Asking, seconds: float) -> None:
         """Note that a forward took so long, with all that the guard did about it."""
-        if self.guard.epoch != self._epoch:
-            self._epoch = self.guard.epoch
-            self.times.invest()
-        looked = asking.plan is not None
-        self.times.record(asking.tokens, asking.sequences, seconds, looked, learns=self.guard.learns)
+        verified = len(asking.where(Verdict.SAMPLE, Verdict.LEARN))
+        self.times.record(asking.tokens, asking.sequences, seconds, asking.plan is not None, verified, asking.could)
 
     def begin_anew(self, guard: Guard) -> None:
         """Ask this guard from now on, and time forwards anew."""
-        self.guard, self._epoch = guard, guard.epoch
-        self.times = ForwardTimes(self.times.always)
+        self.guard = guard
+        self.times = TimeAccount(self.times.always)
 
     def _needs(self, asked: Asked) -> Ints:
         found = self.planned(asked, self._candidates(asked))

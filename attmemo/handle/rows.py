@@ -223,7 +223,7 @@ def prepare_rows(
             guarded = Guarded(planner.guard, guarding.answers, planner, handle.engine, growing, sureness)
             handle.guard(whole, guarded, keeper)
             if chooses:
-                _choose_linear(handle, encoder, adapter, whole, guarding, planner)
+                _choose_linear(handle, encoder, adapter, whole, guarding, planner, gate)
         undo.pop_all()
     if guarding is None:
         _LOG.warning("attmemo: %s", UNGUARDED)
@@ -232,17 +232,20 @@ def prepare_rows(
 
 def _choose_linear(
     handle: StackMemoization, encoder: nn.Module, adapter: Adapter, outer: nn.Module, guarding: Guarding,
-    planner: GuardedPlanner,
+    planner: GuardedPlanner, gate: bool,
 ) -> None:  # fmt: skip
-    """Have 8-bit layers proven with half of the budget; the other half is for rows then."""
+    """Have 8-bit layers proven within half of the budget; rows have all of it before, and the other half then."""
     half = guarding.budget / 2
-    own = Guard(half, guarding.confidence, free=len(planner.kinds) > 0)
 
     def begin() -> None:
-        planner.begin_anew(planner.guard)  # forwards with 8-bit layers take another time
-
-    if choose_linear(handle, encoder, adapter, outer, guarding.answers, half, guarding.confidence, begin):
+        own = Guard(half, guarding.confidence, free=len(planner.kinds) > 0)
+        own.verified.merge(planner.guard.verified.state())
         handle.guard_anew(own)
+
+    choose_linear(
+        handle, encoder, adapter, outer, guarding.answers, half, guarding.confidence, served=begin, rows=planner,
+        gate=gate,
+    )  # fmt: skip
 
 
 def _growing(

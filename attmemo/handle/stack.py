@@ -87,7 +87,7 @@ class StackMemoization(Memoization):
         choice.watch(outer)
 
     def guard_anew(self, guard: Guard) -> None:
-        """Begin again with this guard. What it learns is not kept: for measurements."""
+        """Begin again with this guard. What it learns is not kept."""
         assert self.guarded is not None
         assert isinstance(self.planner, GuardedPlanner)
         if self.guarded.answers.are_vectors:
@@ -105,6 +105,8 @@ class StackMemoization(Memoization):
         super().undo()
         if self.guarded is not None:
             self.guarded.close()
+        if self.choice is not None:
+            self.choice.close()
         if self._keeper is not None:
             self._keeper.close()
 
@@ -287,7 +289,8 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName) -> S
 
 def choose_linear(
     handle: StackMemoization, encoder: nn.Module, adapter: Adapter, outer: nn.Module, answers: Answers, budget: float,
-    confidence: float, served: Callable[[], None] | None = None,
+    confidence: float, *, served: Callable[[], None] | None = None, rows: GuardedPlanner | None = None,
+    gate: bool = True,
 ) -> bool:  # fmt: skip
     """Have 8-bit layers proven within a budget, where they are faster. False: they are not, and nothing was changed.
 
@@ -308,7 +311,10 @@ def choose_linear(
     if speed < FASTER:
         _LOG.info("attmemo: linear layers stay exact: 8-bit ones are %.2f times as fast here", speed)
         return False
-    handle.choose(outer, LinearChoice(budget, confidence, answers, handle.engine, rounded, speed, served))
+    choice = LinearChoice(
+        budget, confidence, answers, handle.engine, rounded, speed, served=served, rows=rows, always=not gate
+    )
+    handle.choose(outer, choice)
     return True
 
 

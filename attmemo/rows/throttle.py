@@ -18,13 +18,13 @@ SHARE: Final = 0.01
 """Share of one core that the thread takes while its process keeps the cores busy."""
 FAST_SHARE: Final = 0.5
 """The same, while found records pay and there is room."""
-FIRST_SHARE: Final = 0.07
+FIRST_SHARE: Final = 0.03
 """The same, for the first work of an empty database."""
 EACH: Final = 0.008
 """Seconds of fast or first work beside one forward, at most: a batch of many inputs takes not much longer for it."""
 FIRST: Final = 0.3
 """Seconds of first work: two hundred records of a small model."""
-GIVEN: Final = 0.1
+GIVEN: Final = 0.05
 """Seconds of work that are paid for at the beginning, for the very first records of an empty database."""
 ENOUGH: Final = 200
 """A database that begins with so many records has no first work."""

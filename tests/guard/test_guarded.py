@@ -37,8 +37,8 @@ from torch import Tensor
 from attmemo import memoize
 from attmemo.guard import forward as guarded_module
 from attmemo.guard.certificate import Counts
-from attmemo.guard.forward_times import ForwardTimes
 from attmemo.guard.guard import Guard
+from attmemo.guard.time_account import TimeAccount
 
 STRICT = 1 - 1e-10
 """A cosine that rounding reaches, and nothing that was taken from another input."""
@@ -445,7 +445,7 @@ class TestVerification:
             assert (counts.changed, counts.same) == (changed, 6 - changed)
 
 
-class Times(ForwardTimes):
+class Times(TimeAccount):
     """Times that a test has decided."""
 
     def __init__(self, reuse: bool) -> None:
@@ -453,17 +453,19 @@ class Times(ForwardTimes):
         self.reuse = reuse
         self.recorded: list[tuple[int, int, bool]] = []
 
-    def ask(self, tokens: int, *, learns: bool = False) -> bool:
+    def ask(self, tokens: int) -> bool:
         return self.reuse
 
-    def record(self, tokens: int, sequences: int, seconds: float, reused: bool, *, learns: bool = False) -> None:
+    def record(
+        self, tokens: int, sequences: int, seconds: float, reused: bool, verified: int = 0, could: float = 0.0
+    ) -> None:
         assert seconds > 0.0
         self.recorded.append((tokens, sequences, reused))
 
 
 class TestWhetherForwardsTakeLonger:
     def test_where_they_do_nothing_is_looked_up_verified_or_kept(self, classifier: Case) -> None:
-        model, exact = taught(classifier.bare, gate=True), memoize(copy.deepcopy(classifier.bare), reuse="none")
+        model, exact = taught(classifier.bare), memoize(copy.deepcopy(classifier.bare), reuse="none")
         records, before = model.attmemo.stats()["records"], done(model)
         model.attmemo.planner.times = times = Times(reuse=False)
         seen = run(model, variant(FIRST))
@@ -475,7 +477,7 @@ class TestWhetherForwardsTakeLonger:
         assert [reused for _, _, reused in times.recorded] == [False]
 
     def test_where_they_do_not_records_serve(self, classifier: Case) -> None:
-        model = taught(classifier.bare, gate=True)
+        model = taught(classifier.bare)
         model.attmemo.planner.times = times = Times(reuse=True)
         run(model, variant(FIRST))
         assert done(model).get("repeated", 0) > 0
@@ -483,7 +485,7 @@ class TestWhetherForwardsTakeLonger:
         assert times.recorded == [(tokens, len(BASE["input_ids"]), True)]
 
     def test_a_forward_that_is_asked_for_without_reuse_is_timed_too(self, classifier: Case) -> None:
-        model = taught(classifier.bare, gate=True)
+        model = taught(classifier.bare)
         model.attmemo.planner.times = times = Times(reuse=True)
         with model.attmemo.observe(reuse=False):
             run(model, variant(FIRST))

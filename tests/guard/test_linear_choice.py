@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from guard_tools import gaps, word
 from packed_models import MODELS, Inputs, batch, pair
 from torch import Tensor, nn
 
 from attmemo import memoize
 from attmemo.guard import linear_choice
-from attmemo.guard.linear_choice import State
+from attmemo.guard.linear_choice import AT_ONCE
+from attmemo.guard.verdict import Verdict
+from attmemo.kernels.plan import Evidence
 
 SIZE = 32
 """Sequences of a batch."""
@@ -34,7 +37,7 @@ def _never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def vectors(**options: Any) -> tuple[Any, Any]:
     """A bare encoder, and the same under a budget."""
     bare = MODELS["BERT"]()
-    return bare, memoize(copy.deepcopy(bare), **{"budget": 0.05, "min_cosine": 0.5} | options)
+    return bare, memoize(copy.deepcopy(bare), **{"budget": 0.05, "min_cosine": 0.5, "gate": False} | options)
 
 
 def batches(count: int, start: int = 0) -> Iterator[Inputs]:
@@ -90,7 +93,7 @@ class TestProof:
         same = next(batches(1))
         for _ in range(20):
             answers(model, same)
-        assert choice(model)["compared"] == SIZE
+        assert AT_ONCE <= choice(model)["compared"] <= SIZE
         assert choice(model)["state"] == "proving"
 
     def test_requests_are_counted_once(self) -> None:
@@ -98,7 +101,7 @@ class TestProof:
         answers(model, next(batches(1)))
         stats = model.attmemo.stats()
         assert stats["sequences"] == SIZE
-        assert stats["rows_computed"] == 2 * stats["tokens"]
+        assert stats["tokens"] < stats["rows_computed"] < 2 * stats["tokens"], "those of some sequences, twice"
         assert not stats["failures"]
 
     def test_where_answers_change_the_model_stays_exact_and_8_bit_weights_go(self) -> None:
@@ -156,21 +159,20 @@ def test_changed_answers_end_8_bits_that_serve(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("faster", "never_drawn")
-def test_rows_have_half_of_the_budget_and_begin_once_8_bits_are_decided() -> None:
+def test_rows_have_the_budget_alone_until_8_bits_serve_and_half_of_it_then() -> None:
     bare = FAMILIES["BERT classifier"].make()
     model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24)
     assert model.attmemo.reuse == "rows"
-    assert model.attmemo.stats()["guard"]["budget"] == 0.05
+    assert model.attmemo.stats()["guard"]["budget"] == 0.1
+    guard = model.attmemo.guarded.guard
+    guard.compared(Verdict.LEARN, gaps(word(1, 2, 3)), Evidence.UNKNOWN, None, False)
     answers(model, next(batches(1)))
     assert model.attmemo.flush()
-    assert model.attmemo.stats()["records"] == 0, "records of exact layers would serve 8-bit ones"
-    model.attmemo.choice.state = State.SERVING
-    model.attmemo.choice._serve()
-    for inputs in batches(2):
-        answers(model, inputs)
-    assert model.attmemo.flush()
     assert model.attmemo.stats()["records"] > 0
-    assert model.attmemo.stats()["linear"] == "int8"
+    model.attmemo.choice._serve()
+    stats = model.attmemo.stats()
+    assert (stats["linear"], stats["guard"]["budget"], stats["guard"]["requests"]) == ("int8", 0.05, 0)
+    assert stats["guard"]["changes_known"] == 2, "what left an answer as it was is not forgotten"
 
 
 @pytest.mark.usefixtures("faster", "never_drawn")

@@ -1,0 +1,163 @@
+"""What reuse may cost, by the times of forwards with and without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from attmemo.guard.time_account import AHEAD, GIVEN, LAST, OFTEN, SELDOM, SHARE, TimeAccount
+
+TOKENS = 700
+SEQUENCES = 4
+
+
+class Stream:
+    """Forwards of one size, and how long they take with records and without."""
+
+    def __init__(self, account: TimeAccount, tokens: int = TOKENS, whole: float = 1.0) -> None:
+        self.account, self.tokens, self.whole = account, tokens, whole
+        self.asked = self.verified = self.forwards = 0
+        self.seconds = 0.0
+
+    def run(self, forwards: int, pure: float, verifying: float = 0.0, could: float = 0.0) -> Stream:
+        """So many more; looked up they take `pure` seconds, and where answers may be verified `verifying` more."""
+        for _ in range(forwards):
+            asked, learns = self.account.ask(self.tokens), self.account.learns and verifying > 0.0
+            seconds = self.whole if not asked else pure + verifying * learns
+            verified = SEQUENCES if asked and learns else 0
+            self.account.record(self.tokens, SEQUENCES, seconds, asked, verified, could if asked else 0.0)
+            self.asked += asked
+            self.verified += verified
+            self.seconds += seconds
+        self.forwards += forwards
+        return self
+
+    @property
+    def over_exact(self) -> float:
+        """Their time over that without reuse."""
+        return self.seconds / (self.forwards * self.whole)
+
+
+def test_the_first_forwards_run_in_turns_with_records_and_without_and_verify_nothing() -> None:
+    account = TimeAccount()
+    asked = []
+    for _ in range(4):
+        asked.append(account.ask(TOKENS))
+        assert not account.learns
+        account.record(TOKENS, SEQUENCES, 1.0, asked[-1])
+    assert asked == [True, False, True, False]
+    assert account.learns
+
+
+def test_lookups_that_save_nothing_cost_a_hundredth_of_the_time() -> None:
+    stream = Stream(TimeAccount()).run(4000, 1.05)
+    assert stream.over_exact <= 1.0 + SHARE + GIVEN / (SEQUENCES * stream.forwards) + 0.002
+    assert 0 < stream.asked < 0.35 * stream.forwards, "now and then it is tried"
+    assert stream.account.pays is False
+
+
+def test_verifications_that_lead_to_nothing_cost_a_hundredth_of_the_time() -> None:
+    stream = Stream(TimeAccount()).run(4000, 1.0, verifying=0.5)
+    assert stream.over_exact <= 1.0 + SHARE + GIVEN / (SEQUENCES * stream.forwards) + 0.002
+    assert stream.verified > SEQUENCES * 4000 * SHARE
+
+
+def test_where_records_could_save_much_learning_is_lent_what_they_would_save() -> None:
+    some = Stream(TimeAccount()).run(200, 1.0, verifying=0.5)
+    much = Stream(TimeAccount()).run(200, 1.0, verifying=0.5, could=0.6)
+    assert much.verified > 2 * some.verified
+    lent = 0.6 * AHEAD + GIVEN
+    assert much.seconds - much.forwards * much.whole <= (lent / SEQUENCES + SHARE * much.forwards) * much.whole + 1.0
+
+
+def test_reuse_that_pays_goes_on_and_so_does_learning() -> None:
+    stream = Stream(TimeAccount()).run(2000, 0.6, verifying=0.05)
+    rare = stream.forwards - stream.asked
+    assert 2000 / SELDOM <= rare <= 2000 / SELDOM + LAST + OFTEN * LAST / 4
+    assert stream.verified > 0.9 * SEQUENCES * stream.asked
+    assert stream.over_exact < 0.7
+
+
+def test_reuse_that_pays_goes_on_where_nothing_may_be_verified() -> None:
+    account = TimeAccount()
+    stream = Stream(account).run(64, 0.6)
+    account.spend(1e6)
+    assert not account.learns
+    before = stream.asked
+    stream.run(100, 0.6)
+    assert stream.asked - before > 90
+    assert account.pays is True
+    assert not account.rests
+
+
+def test_once_a_stream_changes_no_more_is_lost_than_the_account_holds() -> None:
+    account = TimeAccount()
+    Stream(account).run(2000, 0.5)
+    after = Stream(account).run(1000, 1.3)
+    assert after.over_exact <= 1.0 + SHARE + (GIVEN / SEQUENCES + LAST) * 1.3 / 1000
+
+
+def test_reuse_begins_again_once_it_pays() -> None:
+    account = TimeAccount()
+    Stream(account).run(1000, 1.5)
+    assert account.rests
+    assert Stream(account).run(1000, 0.5).over_exact < 0.8
+
+
+def test_one_forward_that_took_very_long_changes_little() -> None:
+    account = TimeAccount()
+    stream = Stream(account).run(200, 0.8)
+    account.record(TOKENS, SEQUENCES, 1000.0, True)
+    before = stream.asked
+    stream.run(50, 0.8)
+    assert stream.asked - before > 45
+
+
+def test_sizes_are_timed_apart() -> None:
+    account = TimeAccount()
+    Stream(account).run(500, 0.5)
+    short = Stream(account, tokens=20, whole=0.01)
+    assert [account.ask(20), short.run(1, 0.02).asked, account.ask(20)] == [True, 1, False]
+    assert short.run(1500, 0.012).over_exact < 1.1
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 1000, 2047, 2048])
+def test_batches_of_a_stream_are_of_one_size_wherever_their_tokens_lie(tokens: int) -> None:
+    """A few tokens more or fewer make no other size, of which all would have to be learned again."""
+    account, whole = TimeAccount(), 0
+    for turn in range(200):
+        some = tokens + (turn % 3 - 1) * tokens // 10
+        asked = account.ask(some)
+        account.record(some, SEQUENCES, some * (0.5 if asked else 1.0), asked)
+        whole += not asked
+    assert whole <= LAST + 200 // SELDOM
+    assert account.pays is True
+
+
+def test_without_a_gate_every_forward_reuses_and_verifies() -> None:
+    account = TimeAccount(always=True)
+    assert Stream(account).run(1000, 2.0).asked == 1000
+    assert account.learns
+
+
+def test_asking_changes_nothing() -> None:
+    account = TimeAccount()
+    Stream(account).run(100, 1.1)
+    assert len({account.ask(TOKENS) for _ in range(1000)}) == 1
+
+
+def test_what_something_else_cost_is_paid_too() -> None:
+    account = TimeAccount()
+    Stream(account).run(10, 1.0)
+    assert account.learns
+    assert account.has_plenty
+    account.spend(0.6 * GIVEN / SEQUENCES)
+    assert not account.has_plenty
+    account.spend(GIVEN / SEQUENCES)
+    assert not account.learns
+
+
+def test_a_forward_of_nothing_is_not_counted() -> None:
+    account = TimeAccount()
+    account.record(0, 0, 1.0, True)
+    assert account.ask(TOKENS)
+    assert account.pays is None
