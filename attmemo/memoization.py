@@ -94,7 +94,9 @@ def memoize(
     reuse : {"auto", "maps", "rows", "none"}
         What records supply: attention maps, rows (K and V of every layer, and the last hidden states), or nothing.
         ``"none"`` computes all blocks without padding, and is exact up to rounding. ``"auto"``: what the database
-        keeps; without a database, rows if there is a budget and the answers are classes, else nothing.
+        keeps; without a database, rows if there is a budget and the answers are classes, else nothing. A classifier
+        whose labels are about attacks (injection, spam, toxic) reuses rows of similar inputs with ``"rows"`` alone;
+        else those of equal inputs.
     budget : float or None
         The share of all answers that may change, at most; it guards reuse of rows. Until it is proven that records
         keep it, requests are computed exactly and verified. 0: no answer changes. None: rows of a prepared database
@@ -276,7 +278,7 @@ def _prepare(
             encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes, fields),
             threshold=threshold, rule=rule, gate=gate, guarding=guarding, linear=linear,
             vectors=not by_itself or (guarding is not None and guarding.answers.rule != "auto"),
-            chooses=chooses and folder is None and prepared is None,
+            chooses=chooses and folder is None and prepared is None, insists=reuse == "rows",
         )  # fmt: skip
 
     if by_itself:

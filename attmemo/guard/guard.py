@@ -46,6 +46,8 @@ TRIED: Final = 4
 """Records of a sequence that are looked at, the one with the fewest rows to compute first, until all that changed is
 known. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serves .02 of the lines less."""
 
+EQUAL_ONLY: Final = "; labels are about attacks: only equal inputs are reused, similar ones with reuse='rows' alone"
+
 
 class Guard:
     """Keeps the share of changed answers within a budget.
@@ -79,6 +81,7 @@ class Guard:
         if not 0.0 <= drawn <= 1.0:
             raise ValueError(f"the share drawn for verification must be in [0, 1]; got {drawn!r}")
         self.budget, self.confidence, self.drawn = float(budget), float(confidence), drawn
+        self.equal_only = False  # whether answers are reused for equal inputs alone
         self.verified, self.margin = Verified(free), Margin(float(budget))
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
@@ -132,6 +135,8 @@ class Guard:
         with self._lock:
             times = Counter(range(len(evidence)) if firsts is None else firsts)
             kinds = [evidence[place] for place in times]
+            if self.equal_only:
+                kinds = [kind if kind == Evidence.SAME else Evidence.NONE for kind in kinds]
             affords = self.certificate.spend(
                 list(times.values()), [Evidence.FREELY <= kind < Evidence.SAME for kind in kinds],
                 [kind == Evidence.SAME for kind in kinds],
@@ -328,7 +333,7 @@ class Guard:
         counts = state.counts
         return {
             "state": state.name,
-            "says": state.sentence(self.confidence),
+            "says": state.sentence(self.confidence) + (EQUAL_ONLY if self.equal_only else ""),
             "budget": self.budget,
             "confidence": self.confidence,
             "highest_share_changed": state.highest,

@@ -28,6 +28,7 @@ from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import AnswerError, ArgumentError, DatabaseError, DatabaseLockedError, StorageFullError
 from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard.answers import AnswerRule, Answers, is_class_of_first_row
+from attmemo.guard.attack_labels import attack_labels
 from attmemo.guard.check import check_answers
 from attmemo.guard.confidence import KEY, Sureness
 from attmemo.guard.file import Ledger
@@ -63,6 +64,11 @@ UNGUARDED: Final = (
 NO_TOKENIZER: Final = (
     "no tokenizer was found, so numbers and words cannot be told apart: only the very changes that were verified are "
     "served. Give memoize(…, tokenizer=…)"
+)
+
+ATTACKS: Final = (
+    "labels are about attacks ({}): only equal inputs are reused, since who writes an input may know what others "
+    "wrote; reuse='rows' reuses similar ones all the same"
 )
 
 
@@ -135,12 +141,14 @@ class Records:
 def prepare_rows(
     encoder: nn.Module, outer: Any, adapter: Adapter, records: Records, *, threshold: Any, rule: Rule, gate: bool,
     guarding: Guarding | None, linear: LinearName, vectors: bool = True, chooses: bool = False,
+    insists: bool = True,
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle for rows; the model is not changed yet.
 
     `outer` is what the caller holds: the model itself, or a wrapper around it. `vectors`: whether answers that are
     vectors may come from rows of similar inputs; if not, AnswerError is raised for them.
-    `chooses`: 8-bit layers may be proven in front, with half of the budget.
+    `chooses`: 8-bit layers may be proven beside, with half of the budget. `insists`: similar inputs are reused,
+    whatever a classifier's labels are about.
     """
     share = _share(threshold)
     tokenizer = None if guarding is None else guarding.tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
@@ -197,6 +205,10 @@ def prepare_rows(
                 planner.guard.compare_vectors()
             elif is_class_of_first_row(guarding.answers.rule, getattr(encoder, "config", None)):
                 planner.rule = rule = rule.for_classes()
+            labels = [] if insists else attack_labels(getattr(encoder, "config", None))
+            if labels:
+                planner.guard.equal_only = True
+                _LOG.warning("attmemo: %s", ATTACKS.format(", ".join(labels[:3])))
             named = isinstance(guarding.answers.rule, str)  # a function may be another one next time
             answering = {
                 "head": head_of(whole, adapter.host(encoder)), "vectors": guarding.answers.are_vectors,
@@ -239,6 +251,7 @@ def _choose_linear(
 
     def begin() -> None:
         own = Guard(half, guarding.confidence, free=len(planner.kinds) > 0)
+        own.equal_only = planner.guard.equal_only
         own.verified.merge(planner.guard.verified.state())
         handle.guard_anew(own)
 
