@@ -19,13 +19,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from attmemo.serve.bodies import Body, read
+from attmemo.serve.bodies import Body, Reusing, read
 from attmemo.serve.refusal import Refusal, overloaded
 from attmemo.serve.room import Share
 from attmemo.serve.service import SMALL, Done, Service
 
 LOG = logging.getLogger("attmemo.serve")
 JSON = "application/json"
+REUSE_HEADER = "x-attmemo-reuse"
 _NONE = Response()
 
 Work = Callable[[Any, Request], Awaitable[Response]]
@@ -249,6 +250,11 @@ async def _asked(request: Request, service: Service, route: Route, share: Share)
         found: Body = read(route.body, raw)
     else:
         found = await service.threads.run(partial(read, route.body, raw))
+    wanted = request.headers.get(REUSE_HEADER, "on").strip().lower()
+    if wanted not in ("on", "off"):
+        raise Refusal("validation", f"header {REUSE_HEADER} must be on or off; got {wanted[:40]!r}")
+    if wanted == "off" and isinstance(found, Reusing):
+        found.reuse = "off"
     return found
 
 

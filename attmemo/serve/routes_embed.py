@@ -56,7 +56,8 @@ def routes(service: Service) -> list[Route]:
         how = body.parameters or bodies.SimilarityParameters()
         inputs = bodies.Inputs([body.inputs.source_sentence, *body.inputs.sentences], False)
         done = await vectors(
-            how if how.reuse else body, request, inputs, truncate=how.truncate, side=how.side, prompt=how.prompt_name
+            how if body.reuses else body, request, inputs, truncate=how.truncate, side=how.side,
+            prompt=how.prompt_name,
         )  # fmt: skip
         found = finish(done, None, normalize=True)
         return Answered(found[1:] @ found[0], done)

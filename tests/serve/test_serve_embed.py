@@ -104,6 +104,27 @@ def test_long_texts_are_cut_on_the_side_that_is_asked(live: Live, library: Any, 
     assert (refused.status, refused.json["error_type"]) == (422, "Validation")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": "a line that a header asks for"}),
+        ("/v1/embeddings", {"input": "a line that a header asks for"}),
+        ("/similarity", {"inputs": {"source_sentence": "a line that a header asks for", "sentences": ["beta"]},
+                         "parameters": {"reuse": "on"}}),
+    ],
+)  # fmt: skip
+def test_a_header_asks_for_an_exact_answer_as_a_field_does(live: Live, path: str, body: dict[str, Any]) -> None:
+    live.post(path, body)
+    assert live.service.model.handle.flush()
+    assert live.post(path, body, x_attmemo_reuse="ON").headers["x-attmemo-reuse"] == "rows"
+    off = live.post(path, body, x_attmemo_reuse="off").headers
+    assert off["x-attmemo-reuse"] == "off"
+    assert off["x-attmemo-rows-computed"] == off["x-attmemo-rows-total"]
+    refused = live.post(path, body, x_attmemo_reuse="maybe")
+    assert refused.status == 422
+    assert "x-attmemo-reuse must be on or off; got 'maybe'" in str(refused.json)
+
+
 def test_headers_say_what_was_computed(live: Live) -> None:
     text = "a line that comes twice and is stored in between"
     first = live.post("/embed", {"inputs": text}).headers
