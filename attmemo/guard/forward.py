@@ -46,6 +46,8 @@ _LOG = logging.getLogger("attmemo")
 
 BOTH_WAYS: Final = 32
 """Batches whose pooled answers are verified by a run of the model too: so many at first, one in so many later."""
+FAILS: Final = 3
+"""Verifications that fail, one behind the other, before there is an alarm."""
 AT_ONCE: Final = 4
 """Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
 
@@ -76,6 +78,7 @@ class Guarded:
         self.debts, self.idle = Debts(), Idle(self._pay_some)
         self.rows_afterwards = 0  # computed to verify answers afterwards
         self._paying = ThreadLock()
+        self._fails = 0  # verifications that failed, one behind the other
         self._model: nn.Module | None = None
         self._pad: int | None = None
         self._hooks: list[Any] = []
@@ -171,7 +174,7 @@ class Guarded:
         try:
             self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
         except Exception as error:
-            self._failed("an answer could not be verified", error)
+            self._unverified(error)
         return output
 
     def _raise_low(
@@ -263,6 +266,7 @@ class Guarded:
                 verdict, asking.changes(place), asking.evidence(place), known(margins[number]), changed, asking.epoch
             ):
                 self._tell_alarm()
+        self._fails = 0
 
     def _settle(self, asking: Asking) -> None:
         """Count the answers that came from records, now that they are final.
@@ -295,7 +299,7 @@ class Guarded:
                 for batch in batches(self.debts.take(len(self.debts) if most is None else most), self._pad):
                     self._pay(batch, observed)
             except Exception as error:
-                self._failed("an answer could not be verified", error)
+                self._unverified(error)
             finally:
                 self.rows_afterwards += observed.extra
 
@@ -317,6 +321,7 @@ class Guarded:
                 Verdict.OWE, debt.changes, debt.evidence, debt.answer.margin, changed, debt.epoch
             ):
                 self._tell_alarm()
+        self._fails = 0
 
     def _pay_some(self) -> bool:
         """Verify some of the answers that are owed, in the thread for idle times; whether there are more."""
@@ -382,6 +387,14 @@ class Guarded:
     def _replay(self, asking: Asking, **given: Any) -> AbstractContextManager[Forward]:
         """While inside, forwards compute a part of another one again: exactly, or from last hidden states."""
         return self._engine.open(asking=asking, repeats=True, **given)
+
+    def _unverified(self, error: Exception) -> None:
+        """Answers could not be verified. If that goes on, none is reused: nobody would see that they change."""
+        self._failed("an answer could not be verified", error)
+        self._fails += 1
+        if self._fails % FAILS == 0:
+            self.guard.alarm()
+            self._tell_alarm()
 
     def _failed(self, what: str, error: Exception) -> None:
         if count := self._engine.counters.failure(what, error, 1):

@@ -292,6 +292,12 @@ class Guard:
         self.certificate.adopt(Counts(**known))
         self.margin.adopt(counts)
 
+    def alarm(self) -> None:
+        """Begin anew: nothing that was counted holds any more."""
+        with self._lock:
+            self._dirty = True
+            self._alarm()
+
     def _alarm(self) -> None:
         self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
         self._stands = False
