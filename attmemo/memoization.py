@@ -103,10 +103,11 @@ def memoize(
         are reused, and nothing guards the answers.
     confidence : float
         For rows: how sure the budget is kept.
-    answer : {"auto", "class", "mean", "cls"} or callable
+    answer : {"auto", "class", "mean", "cls"}, callable or classifier
         For rows: what an answer is. ``"auto"`` is the class of a model with logits, the embedding of a
         sentence-transformers model, or else ``"mean"``: the mean of the last hidden states. A function gets the
-        model's output and returns classes, whole numbers ``[B]``, or vectors ``[B, H]``.
+        model's output and returns classes, whole numbers ``[B]``, or vectors ``[B, H]``. A fitted classifier of
+        scikit-learn: the class of the vector that a sentence-transformers model gives, else of the mean.
     min_cosine : float
         Vectors with a lower cosine are different answers.
     tokenizer : transformers tokenizer, optional

@@ -1,22 +1,34 @@
 """What an answer is, and when two answers differ.
 
 An answer is read from the model's own output: the class of its logits, an embedding pooled as the application pools
-it, or what a function makes of the output. Numbers of whole type are classes: another class is another answer. Vectors
-differ if their cosine is below a bound.
+it, what a classifier of scikit-learn makes of that embedding, or what a function makes of the output. Numbers of whole
+type are classes: another class is another answer. Vectors differ if their cosine is below a bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attmemo.errors import AnswerError, ArgumentError
 
-AnswerRule = Literal["auto", "class", "mean", "cls"] | Callable[[Any], Tensor]
+
+class Classifier(Protocol):
+    """A fitted classifier of scikit-learn, or one with its methods."""
+
+    classes_: npt.NDArray[Any]
+
+    def predict(self, vectors: npt.NDArray[np.float32], /) -> npt.NDArray[Any]:
+        """Return the classes of vectors ``[B, H]``."""
+
+
+AnswerRule = Literal["auto", "class", "mean", "cls"] | Callable[[Any], Tensor] | Classifier
 NAMES = ("auto", "class", "mean", "cls")
 
 FUNCTION: Final = "give answer= a function of the model's output that returns classes [B] or vectors [B, H]"
@@ -66,7 +78,7 @@ class Answers:
 
     Parameters
     ----------
-    rule : {"auto", "class", "mean", "cls"} or callable
+    rule : {"auto", "class", "mean", "cls"}, callable or Classifier
         What an answer is; see `attmemo.memoize`.
     min_cosine : float
         Vectors with a lower cosine are different answers.
@@ -78,17 +90,24 @@ class Answers:
     """
 
     def __init__(self, rule: AnswerRule, min_cosine: float) -> None:
-        if not callable(rule) and rule not in NAMES:
-            raise ArgumentError(f"answer must be one of {', '.join(NAMES)}, or a function; got {rule!r}.", FUNCTION)
+        classifies = not callable(rule) and hasattr(rule, "predict")
+        if not classifies and not callable(rule) and rule not in NAMES:
+            what = f"answer must be one of {', '.join(NAMES)}, a function, or a classifier; got {rule!r}."
+            raise ArgumentError(what, FUNCTION)
+        if classifies and not hasattr(rule, "classes_"):
+            what = f"answer={type(rule).__name__} has no classes_: it is no classifier, or not fitted."
+            raise ArgumentError(what, "fit it first, on vectors of this model; for a regressor give a function")
         if not isinstance(min_cosine, int | float) or not -1.0 <= min_cosine <= 1.0:
             raise ArgumentError(f"min_cosine must be a number in [-1, 1]; got {min_cosine!r}.", "min_cosine=0.98")
         self.rule, self.min_cosine = rule, float(min_cosine)
+        self._classifier: Any = rule if classifies else None
         self.are_vectors = False  # known once a first answer was read
 
     @property
     def name(self) -> str:
         """The rule in a word."""
-        return self.rule if isinstance(self.rule, str) else getattr(self.rule, "__qualname__", "function")
+        own = type(self.rule).__name__ if self._classifier is not None else "function"
+        return self.rule if isinstance(self.rule, str) else getattr(self.rule, "__qualname__", own)
 
     def read(self, output: Any, mask: Tensor | None) -> Read:
         """The answers in a model's output.
@@ -114,31 +133,44 @@ class Answers:
                 what = f"answer={self.name} returned one number a sequence; expected vectors [B, H] or whole numbers."
                 raise AnswerError(what, "whole numbers: (output.logits[:, 0] > 0).long()")
             return Read(values.detach().clone(), None)
+        if self._classifier is not None:
+            return _judged(self._classifier, self._vectors(output, mask))
+        logits = _logits(output) if self.rule in ("auto", "class") else None
+        if logits is not None:
+            return _classes(logits)
+        if self.rule == "class":
+            raise AnswerError("answer='class' needs a model with logits; this output has none.", FUNCTION)
+        return Read(self._vectors(output, mask), None)
+
+    def _vectors(self, output: Any, mask: Tensor | None) -> Tensor:
+        """The vectors ``[B, H]`` in an output."""
         hidden = self.pooled_from(output)
         if hidden is None:
-            logits = _logits(output)
-            if logits is not None and self.rule in ("auto", "class"):
-                return _classes(logits)
-            if self.rule == "class":
-                raise AnswerError("answer='class' needs a model with logits; this output has none.", FUNCTION)
-            pooled = _get(output, "sentence_embedding") if self.rule == "auto" else None
+            pooled = _get(output, "sentence_embedding") if self._takes_sentences else None
             if pooled is not None:
-                return Read(pooled.detach().float().clone(), None)
+                return pooled.detach().float().clone()
             what = f"an output of type {type(output).__name__} holds no hidden states to pool."
             raise AnswerError(what, FUNCTION)
         hidden = hidden.detach().float()
         if self.rule == "cls":
-            return Read(hidden[:, 0].clone(), None)
+            return hidden[:, 0].clone()
         if mask is None or mask.dim() != 2 or _is_whole(mask):
-            return Read(hidden.mean(1), None)
+            return hidden.mean(1)
         valid = mask.to(hidden.dtype)[:, :, None]
-        return Read((hidden * valid).sum(1) / valid.sum(1).clamp(min=1.0), None)
+        return (hidden * valid).sum(1) / valid.sum(1).clamp(min=1.0)
+
+    @property
+    def _takes_sentences(self) -> bool:
+        """Whether an embedding that the model has pooled itself is the answer, or what it is made of."""
+        return self.rule == "auto" or self._classifier is not None
 
     def pooled_from(self, output: Any) -> Tensor | None:
         """The hidden states ``[B, L, H]`` that the answers are pooled from; None if answers are something else."""
         if callable(self.rule) or self.rule == "class":
             return None
-        if self.rule == "auto" and (_logits(output) is not None or _get(output, "sentence_embedding") is not None):
+        if self.rule == "auto" and _logits(output) is not None:
+            return None
+        if self._takes_sentences and _get(output, "sentence_embedding") is not None:
             return None
         hidden = _get(output, "last_hidden_state")
         if hidden is None and isinstance(output, Mapping):
@@ -188,6 +220,22 @@ def _is_whole(mask: Tensor) -> bool:
 def _get(output: Any, name: str) -> Tensor | None:
     found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return found if isinstance(found, Tensor) else None
+
+
+def _judged(classifier: Any, vectors: Tensor) -> Read:
+    """The classes that a classifier finds, and how sure it is of them, if it says so."""
+    given = vectors.numpy()
+    places = {label: place for place, label in enumerate(classifier.classes_.tolist())}
+    values = torch.tensor([places[label] for label in classifier.predict(given).tolist()])
+    if hasattr(classifier, "predict_proba"):
+        shares = torch.from_numpy(np.asarray(classifier.predict_proba(given), np.float32))
+    elif hasattr(classifier, "decision_function"):
+        scores = torch.from_numpy(np.asarray(classifier.decision_function(given), np.float32))
+        shares = (torch.stack([-scores, scores], 1) if scores.dim() == 1 else scores).softmax(-1)
+    else:
+        return Read(values, None)
+    best = shares.topk(2, -1).values
+    return Read(values, best[:, 0] - best[:, 1])
 
 
 def _classes(logits: Tensor) -> Read:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.svm import LinearSVC
 from torch import Tensor
 
+from attmemo.errors import AnswerError, ArgumentError
 from attmemo.guard.answers import Answers, Read
 
 
@@ -160,10 +164,71 @@ class TestFunctions:
             Answers(lambda output: output["nothing"], 0.9).read({}, None)
 
 
+class Nearest:
+    """A classifier that says how sure it is in no way."""
+
+    def __init__(self, centres: Tensor) -> None:
+        self.centres, self.classes_ = centres.numpy(), np.array(["high", "low"])
+
+    def predict(self, vectors: Any) -> Any:
+        return self.classes_[np.square(vectors[:, None] - self.centres).sum(-1).argmin(1)]
+
+
+class TestClassifiers:
+    """Vectors that end in a classifier are guarded by its classes."""
+
+    centres = torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]])
+
+    def vectors(self, seed: int, count: int = 40) -> tuple[Tensor, Any]:
+        own = torch.arange(count) % 2
+        found = self.centres[own] + 0.3 * torch.randn(count, 3, generator=torch.Generator().manual_seed(seed))
+        return found, np.where(own.numpy() == 0, "high", "low")
+
+    def classifiers(self) -> list[Any]:
+        vectors, labels = self.vectors(0)
+        own = [LogisticRegression(), LinearSVC(), Nearest(self.centres)]
+        return [one.fit(vectors.numpy(), labels) if hasattr(one, "fit") else one for one in own]
+
+    @pytest.mark.parametrize("number", range(3))
+    def test_its_class_is_the_answer_whatever_the_model_gives_out(self, number: int) -> None:
+        classifier, (vectors, labels) = self.classifiers()[number], self.vectors(1, 8)
+        answers, hidden = Answers(classifier, 0.98), vectors[:, None].repeat(1, 5, 1)
+        expected = [0 if label == "high" else 1 for label in labels]
+        for output in ({"sentence_embedding": vectors}, {"last_hidden_state": hidden}, (hidden,)):
+            read = answers.read(output, None)
+            assert read.values.tolist() == expected
+            assert not read.are_vectors
+        assert answers.differ(read, 0, read, 1)
+        assert not answers.differ(read, 0, read, 2)
+
+    def test_the_margin_is_as_sure_as_the_classifier_says(self) -> None:
+        regression, machine, nearest = self.classifiers()
+        output = {"sentence_embedding": torch.tensor([[2.0, 0.0, 0.0], [0.05, 0.0, 0.0]])}
+        shares = regression.predict_proba(output["sentence_embedding"].numpy())
+        read = Answers(regression, 0.98).read(output, None)
+        assert read.margin(0) == pytest.approx(abs(shares[0, 0] - shares[0, 1]), abs=1e-6)
+        assert Answers(nearest, 0.98).read(output, None).margins is None
+        for classifier in (regression, machine):
+            found = Answers(classifier, 0.98).read(output, None)
+            assert 1.0 >= found.margin(0) > 0.5 > found.margin(1) >= 0.0  # type: ignore[operator]
+
+    def test_it_has_the_name_of_its_class(self) -> None:
+        assert Answers(self.classifiers()[0], 0.98).name == "LogisticRegression"
+
+    @pytest.mark.parametrize("wrong", [LogisticRegression(), LinearRegression().fit([[0.0], [1.0]], [0.0, 1.0])])
+    def test_what_is_not_fitted_and_no_classifier_is_refused(self, wrong: Any) -> None:
+        with pytest.raises(ArgumentError, match=f"answer={type(wrong).__name__} has no classes_"):
+            Answers(wrong, 0.98)
+
+    def test_an_output_without_vectors_is_refused(self) -> None:
+        with pytest.raises(AnswerError, match="holds no hidden states to pool"):
+            Answers(self.classifiers()[0], 0.98).read({"logits": torch.zeros(2, 3)}, None)
+
+
 class TestRules:
     @pytest.mark.parametrize("rule", ["max", "", None, 3, ["mean"]])
     def test_another_rule_is_refused(self, rule: Any) -> None:
-        with pytest.raises(ValueError, match="answer must be one of auto, class, mean, cls, or a function"):
+        with pytest.raises(ValueError, match="answer must be one of auto, class, mean, cls, a function, or a class"):
             Answers(rule, 0.9)
 
     @pytest.mark.parametrize("bound", [1.01, -1.01, float("nan"), float("inf"), "0.9", None])

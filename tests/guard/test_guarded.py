@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -32,6 +33,7 @@ from guarded import (
     worst,
 )
 from packed_models import NEAR, batch, gap, rows_database
+from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from attmemo import memoize
@@ -443,6 +445,21 @@ class TestVerification:
             counts = guard.certificate.counts
             assert done(model)["sampled"] == 6
             assert (counts.changed, counts.same) == (changed, 6 - changed)
+
+
+def test_vectors_that_a_classifier_judges_are_reused_as_its_classes() -> None:
+    case = Case("BERT")
+    with torch.inference_mode():
+        seen = field(case.exact(**batch([20] * 64, 11))).mean(1).numpy()
+    judge = LogisticRegression(C=1e4, max_iter=1000).fit(seen, seen[:, 0] > np.median(seen[:, 0]))
+    model = taught(case.bare, answer=judge)
+    model.attmemo.guarded.guard.margin.least = -1.0
+    found = run(model, BOTH)
+    assert done(model)["reused"] == len(BOTH["input_ids"])
+    assert worst(found, run(case.exact, BOTH), BOTH) > NEAR, "answers of records"
+    assert not model.attmemo.guarded.answers.are_vectors
+    by_itself = memoize(copy.deepcopy(case.bare), budget=0.01, answer=judge)
+    assert by_itself.attmemo.reuse == "rows", "classes are reused by default, vectors are not"
 
 
 class Times(TimeAccount):
