@@ -409,11 +409,15 @@ class GrowingRows(RowStore):
 
 
 def _flush(store: weakref.ref[GrowingRows]) -> None:
-    """At exit: what was handed over is stored."""
+    """At exit: what was handed over is stored, and the thread ends.
+
+    A thread that is inside of the graph's C++ while the interpreter ends would abort the process.
+    """
     found = store()
     if found is not None:
         found.flush(_AT_EXIT)
         found.note()
+        found._filler.close()
 
 
 def _in_child(store: weakref.ref[GrowingRows]) -> None:

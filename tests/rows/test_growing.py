@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from packed_models import MODELS, batch, rows_database
 from rows_tools import FLOAT, HEADS, Tokens, as_stored, fetched, find, layout, numbers, offers_of, record
 from torch import Tensor
 
+import attmemo
 from attmemo import Database, DatabaseError
 from attmemo.db import KIND_ROWS
 from attmemo.db.pools.history import Work
@@ -598,3 +601,24 @@ def test_a_fork_does_not_wait_for_counters_that_another_thread_holds() -> None:
     with lock:
         assert in_child(lambda: 0, seconds=30) == 0
     store.close()
+
+
+def test_a_process_that_ends_while_the_graph_is_far_behind_ends_well(tmp_path: Path) -> None:
+    """A thread inside of C++ while the interpreter ends would abort it."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, time\n"
+        f"sys.path[:0] = {[str(Path(attmemo.__file__).parents[1])]!r}\n"
+        "import numpy as np\n"
+        "import torch\n"
+        "from attmemo.db.pools.pool import Pool\n"
+        "from attmemo.rows import filler, layout, live_store, throttle\n"
+        "live_store._LINKED, filler.POLL, throttle.Pace.spend = 256, 0.001, lambda *_: 0.0  # it works all the time\n"
+        "own, chance = layout.RowLayout(1, 8, 2, (torch.float32, torch.float32)), np.random.default_rng(0)\n"
+        "store = live_store.GrowingRows(Pool(1 << 20), own)\n"
+        "texts = [chance.integers(0, 30000, 60).astype(np.int32) for _ in range(6000)]\n"
+        "store.index.extend(texts, range(6000))\n"
+        "time.sleep(0.3)\n"
+    )
+    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
