@@ -1,0 +1,199 @@
+"""Workloads of many kinds: exact, 8 bits, and a budget, each in a process of its own, some requests at a time in turns.
+
+    python scripts/bench_workloads.py ../shared docs/workloads.json                    # all: about 15 minutes
+    python scripts/bench_workloads.py ../shared docs/workloads.json "log HDFS" rerank  # some; the others stay
+    python scripts/bench_workloads.py ../shared docs/workloads.json --table            # only the table
+
+A process is stopped while it is not its turn: what a guard or a filler does beside requests, it does beside its own,
+as if these came without a pause; nothing is verified in idle times. So everything is in the times that a way costs.
+Times are whole calls of the model on token ids; answers are compared with the exact ones, request by request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from workloads import WORKLOADS, Workload, sign
+
+WAYS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "int8": {"linear": "int8"},
+    "rows": {"budget": 0.01, "database": ":memory:", "linear": "exact"},
+    "budget": {"budget": 0.01},
+}
+TURN = 1.0
+"""Seconds of exact requests, about, that a way answers before it is another one's turn."""
+HALVES = ("first half", "second half")
+
+
+def serve(pipe: Connection, way: str, stream: str, shared: Path, threads: int) -> None:
+    """One way, in its own process: answers the numbers of requests with seconds and answers."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from attmemo import memoize
+    from attmemo.guard import idle
+
+    idle.QUIET = 1e9
+    torch.set_num_threads(threads)
+    workload = WORKLOADS[stream](shared / "data")
+    folder = shared / "models" / workload.model
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    options = dict(WAYS[way])
+    if options.get("budget") and workload.decides:
+        options["answer"] = sign
+    if options.get("budget") and workload.most:
+        options["max_bytes"] = workload.most
+    memoize(model, **options)
+    inputs = [_tokens(tokenizer, request, workload) for request in workload.requests]
+    pipe.send([int(one["attention_mask"].sum()) for one in inputs])
+    with torch.no_grad():
+        while (number := pipe.recv()) is not None:
+            start = perf_counter()
+            output = model(**inputs[number])
+            seconds = perf_counter() - start
+            answers = sign(output) if workload.decides else output.logits.argmax(-1)
+            pipe.send((seconds, answers.tolist()))
+    stats = model.attmemo.stats()
+    guard = stats["guard"] or {}
+    pipe.send({
+        "share_computed": stats["share_computed"], "reused": guard.get("reused", 0),
+        "repeated": guard.get("repeated", 0), "state": guard.get("state"), "says": guard.get("says"),
+        "linear": stats["linear"], "record_bytes": stats["record_bytes"], "pays": stats["pays"],
+    })  # fmt: skip
+
+
+def _tokens(tokenizer: Any, request: Any, workload: Workload) -> Any:
+    first = [one if isinstance(one, str) else one[0] for one in request]
+    second = None if isinstance(request[0], str) else [one[1] for one in request]
+    return tokenizer(
+        first, second, padding=True, truncation=True, max_length=workload.longest, return_tensors="pt"
+    )  # fmt: skip
+
+
+class Way:
+    """A process that runs only while it is asked."""
+
+    def __init__(self, name: str, stream: str, shared: Path, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, name, stream, shared, threads), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.tokens: list[int] = self._pipe.recv()
+        self.seconds: list[float] = []
+        self.answers: list[list[int]] = []
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def ask(self, numbers: range) -> None:
+        """Let it answer some requests, one behind the other."""
+        self._signal(signal.SIGCONT)
+        for number in numbers:
+            self._pipe.send(number)
+            seconds, answers = self._pipe.recv()
+            self.seconds.append(seconds)
+            self.answers.append(answers)
+        self._signal(signal.SIGSTOP)
+
+    def end(self) -> dict[str, Any]:
+        """What it counted."""
+        self._signal(signal.SIGCONT)
+        self._pipe.send(None)
+        found: dict[str, Any] = self._pipe.recv()
+        self._process.join()
+        return found
+
+
+def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[str, Any]:
+    """All ways of one stream."""
+    running = {name: Way(name, stream, shared, threads) for name in ways}
+    exact = running["exact"]
+    count = len(exact.tokens)
+    done, each = 0, 4
+    while done < count:
+        turn = range(done, min(done + each, count))
+        for name in ways if done % 2 else ways[::-1]:
+            running[name].ask(turn)
+        done = turn.stop
+        each = max(4, round(TURN / statistics.median(exact.seconds))) | 1  # odd: ways take turns in beginning, too
+    parts = dict(zip(HALVES, (slice(0, count // 2), slice(count // 2, count)), strict=True))
+    found: dict[str, Any] = {"requests": count, "tokens": sum(exact.tokens)}
+    for name, way in running.items():
+        pairs = [pair for own, other in zip(way.answers, exact.answers, strict=True)
+                 for pair in zip(own, other, strict=True)]  # fmt: skip
+        found[name] = way.end() | {
+            "over exact": {part: sum(way.seconds[own]) / sum(exact.seconds[own]) for part, own in parts.items()},
+            "ms": 1e3 * statistics.median(way.seconds),
+            "changed": sum(one != other for one, other in pairs) / len(pairs),
+            "answers": len(pairs),
+        }
+    return found
+
+
+def table(results: dict[str, Any]) -> str:
+    """The numbers in Markdown."""
+    lines = [
+        "| time, exact = 1 | int8 | rows, first half | rows, second half | budget, first half | budget, second half | "
+        "rows computed | answers changed by rows; by int8 | guard |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for stream, found in results.items():
+        rows, budget, rounded = found["rows"], found["budget"], found["int8"]
+        cells = [
+            statistics.fmean(rounded["over exact"].values()),
+            *rows["over exact"].values(), *budget["over exact"].values(), rows["share_computed"],
+        ]  # fmt: skip
+        changed = f"{100 * rows['changed']:.2f} %; {100 * rounded['changed']:.2f} %"
+        lines.append(f"| {stream} | {' | '.join(f'{cell:.2f}' for cell in cells)} | {changed} | {rows['state']} |")
+    return "\n".join(lines)
+
+
+def commit() -> str:
+    """The commit that is measured."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("stream", nargs="*", choices=[*WORKLOADS, []], metavar="STREAM")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    result = json.loads(args.output.read_text()) if args.output.exists() else {"streams": {}}
+    if not args.table:
+        from attmemo.system.machine import conditions
+
+        for stream in args.stream or WORKLOADS:
+            found = measure(stream, args.shared, args.threads, args.ways.split(","))
+            result["streams"][stream] = found
+            result |= {"conditions": conditions() | {"threads": args.threads}, "commit": commit()}
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
+            for name in args.ways.split(","):
+                own = found[name]
+                print(stream, name, {part: round(ratio, 3) for part, ratio in own["over exact"].items()},
+                      f"changed {100 * own['changed']:.2f} %", own["says"] or "", flush=True)  # fmt: skip
+    else:
+        print(table(result["streams"]))
+
+
+if __name__ == "__main__":
+    main()
