@@ -185,9 +185,15 @@ class Blocks:
             return hidden
         return (hidden,) if self.output is tuple else self.output(last_hidden_state=hidden)
 
-    def added(self, hidden: Tensor) -> Tensor | None:
-        """What is added to the output of the first block, before `added_norm`: ``[B, L, H]``, from the embedded hidden
-        states of the padded batch. None: nothing is.
+    def added(self, hidden: Tensor, places: Tensor | None) -> Tensor | None:
+        """What is added to the output of the first block, before `added_norm`; None: nothing is.
+
+        Parameters
+        ----------
+        hidden : Tensor
+            Embedded hidden states of the padded batch, ``[B, L, H]``.
+        places : Tensor or None
+            Places in the flat batch, int64 ``[N]``, of the tokens that the result ``[N, H]`` is of; None: all.
         """
         return None
 

@@ -7,13 +7,18 @@ padding mask, ``[B, 1, L, L]``. Rows of padding are fully masked (uniform maps),
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from attmemo.kernels.linear16 import Linear16
+from attmemo.kernels.linear32 import Linear32
+from attmemo.kernels.packed_weights import Panels
 from attmemo.kernels.row_attention import Disentangled
 from attmemo.models.base import Adapter, Call
 from attmemo.models.blocks import Blocks, bert_block
@@ -81,7 +86,9 @@ class DebertaV2Adapter(DisentangledAdapter):
 class DisentangledBlocks(Blocks):
     """Blocks of DeBERTa-v2: scores gain q·PK and k·PQ of the distance between query and key.
 
-    In some models a convolution over the embedded tokens is added to what the first block gives.
+    In some models a convolution over the embedded tokens is added to what the first block gives. It is a linear layer
+    on each token beside its neighbours, which kernels of attmemo compute where they have the instructions: torch's
+    convolution rounds by the shape of the whole batch, and computes padding.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -96,16 +103,40 @@ class DisentangledBlocks(Blocks):
             return hidden, (hidden,)
         return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
 
-    def added(self, hidden: Tensor) -> Tensor | None:
+    def added(self, hidden: Tensor, places: Tensor | None) -> Tensor | None:
         module: Any = self.module
         if module.conv is None:
             return None
+        layer = self._convolution
+        if layer is None:
+            found: Tensor = module.conv.conv(hidden.transpose(1, 2).contiguous()).transpose(1, 2).flatten(0, 1)
+            return self._activated(found if places is None else found.index_select(0, places))
+        batch, padded, width = hidden.shape
+        near = layer.inputs // width  # a token and those beside it
+        rows = pad(hidden, (0, 0, near // 2, near // 2)).flatten(0, 1)
+        every = torch.arange(batch * padded) if places is None else places
+        first = every + every.div(padded, rounding_mode="floor") * (near - 1)
+        found = layer(rows[first[:, None] + torch.arange(near)].flatten(1))
+        return found if layer.activation != "none" else self._activated(found)
+
+    @cached_property
+    def _convolution(self) -> Panels | None:
+        """The convolution as a linear layer on a token and its neighbours; None: none, or torch computes it."""
+        module: Any = self.module
+        conv = None if module.conv is None else module.conv.conv
+        if conv is None or conv.groups > 1 or conv.kernel_size[0] % 2 == 0:
+            return None
+        weight, name = conv.weight.detach().transpose(1, 2).flatten(1), module.conv.conv_act
+        name = name if name in ("gelu", "relu") else "none"
+        own = (kind.where_it_pays([weight], [conv.bias], name) for kind in (Linear32, Linear16))
+        return next((layer for layer in own if layer is not None), None)
+
+    def _activated(self, rows: Tensor) -> Tensor:
         from transformers.activations import ACT2FN  # seconds to import
 
-        conv: Any = module.conv
-        found: Tensor = conv.conv(hidden.transpose(1, 2).contiguous()).transpose(1, 2)
-        activated: Tensor = ACT2FN[conv.conv_act](found)
-        return activated
+        module: Any = self.module
+        found: Tensor = ACT2FN[module.conv.conv_act](rows)
+        return found
 
     def disentangled(self, layer: int, span: int) -> Disentangled | None:
         own = self._own(layer)
@@ -135,7 +166,8 @@ class DisentangledBlocks(Blocks):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for pair in self._kept.values() for part in pair if part is not None)
+        kept = sum(part.nbytes for pair in self._kept.values() for part in pair if part is not None)
+        return kept + (0 if self._convolution is None else self._convolution.nbytes)
 
 
 def _buckets(own: Any, span: int) -> npt.NDArray[np.int32]:

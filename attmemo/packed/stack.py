@@ -193,15 +193,11 @@ class Stack:
         `asked`: of these rows alone, ``[W, H]``. `packed`: in place of the stack's own blocks.
         """
 
-        def chosen(padded: Tensor) -> Tensor:
-            flat = padded.reshape(-1, padded.shape[-1])
-            return flat if places is None else flat.index_select(0, places)
-
-        added = self.blocks.added(call.hidden)
+        flat = call.hidden.reshape(-1, call.hidden.shape[-1])
         return (packed or self.packed).run(
-            chosen(call.hidden), layout, longest,
+            flat if places is None else flat.index_select(0, places), layout, longest,
             positions_of(places, *call.hidden.shape[:2]) if self.blocks.rotary else None, fetch, keep,
-            None if added is None else chosen(added), asked,
+            self.blocks.added(call.hidden, places), asked,
         )  # fmt: skip
 
     def _asked(self, forward: Forward, firsts: Ints, keep: Copies | None) -> Ints | None:

@@ -86,7 +86,11 @@ def test_all_rows_and_first_rows_alone_differ_by_rounding(linear: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"conv_kernel_size": 3, "conv_act": "gelu"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"conv_kernel_size": 3, "conv_act": "gelu"}, {"conv_kernel_size": 5, "conv_act": "tanh"},
+     {"conv_kernel_size": 3, "conv_act": "gelu", "conv_groups": 2}],
+)
 def test_few_blocks_and_what_is_added_behind_the_first_one_are_no_exception(
     layers: int, settings: dict[str, Any]
 ) -> None:
