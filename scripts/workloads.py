@@ -22,7 +22,7 @@ Item = str | tuple[str, str]
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
 LINES = 2000
 INSTRUCTION = "Classify the sentiment of the text as positive or negative . Answer with one word . Text :"
-SCHEMA = "person : a name ; place : a city or a country ; date : a day or a year ; amount : a number , a currency [SEP]"
+SCHEMA = "name : a person ; place : a city , a country ; date : a day or a year ; amount : a number and its unit [SEP]"
 
 
 @dataclass(frozen=True)

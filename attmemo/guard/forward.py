@@ -389,7 +389,7 @@ class Guarded:
         return self._engine.open(asking=asking, repeats=True, **given)
 
     def _unverified(self, error: Exception) -> None:
-        """Answers could not be verified. If that goes on, none is reused: nobody would see that they change."""
+        """Answers could not be verified. If that goes on, none is reused: it would not be seen that they change."""
         self._failed("an answer could not be verified", error)
         self._fails += 1
         if self._fails % FAILS == 0:

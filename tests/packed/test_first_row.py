@@ -295,7 +295,8 @@ class TestRows:
     def test_records_keep_all_last_hidden_states(self, kind: str, family: str, dtype: torch.dtype) -> None:
         """Also where few sequences of a batch become records, and of the others first rows are computed."""
         bare = head(kind, family).to(dtype)
-        models = [memoize(copy.deepcopy(bare), database=MEMORY, budget=0.05, reuse="rows") for _ in range(2)]
+        rows: dict[str, Any] = {"database": MEMORY, "budget": 0.05, "reuse": "rows", "gate": False}
+        models = [memoize(copy.deepcopy(bare), **rows) for _ in range(2)]
         inputs = batch([24, 20, 22])
         mixed = self.changed(inputs)
         mixed["input_ids"][1] = batch([20], 8, padded=24)["input_ids"][0]
