@@ -53,6 +53,8 @@ VERIFIED: Final = 64
 """Once 8 bits serve, one forward of so many is verified."""
 AT_ONCE: Final = 16
 """Sequences of a forward that are compared, chosen by chance."""
+PAID_BACK: Final = 500.0
+"""A proof is made at once where 8 bits save what it costs within so many requests."""
 WAITING: Final = 4
 """Forwards of which some sequences wait to be compared while no request runs."""
 
@@ -313,9 +315,10 @@ class LinearChoice:
 
 
 def _lent(budget: float, confidence: float, speed: float) -> float:
-    """Share of the time that 8 bits will save, if that pays for a proof within `AHEAD` requests; else 0."""
+    """What the account lends for a proof, in requests of `AHEAD`, if 8 bits pay it back soon; else 0."""
     samples = math.log(1.0 - confidence) / math.log1p(-budget)  # at least, and none of them may differ
-    return 1.0 - 1.0 / speed if AHEAD * (speed - 1.0) >= samples else 0.0
+    cost, saved = samples / speed, 1.0 - 1.0 / speed
+    return cost / AHEAD if cost <= PAID_BACK * saved else 0.0
 
 
 def speed_of(engine: Engine, host: nn.Module, exact: Packed, rounded: Packed) -> float:
