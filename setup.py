@@ -179,7 +179,7 @@ setup(
                 extra_link_args=CHECKS,
                 libraries=["m"],
             )
-            for name in ("ngram", "align", "changes", "plan")
+            for name in ("ngram", "align", "changes", "members", "plan")
         ),
     ],
 )

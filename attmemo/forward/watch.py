@@ -9,8 +9,8 @@ seconds for a gigabyte, and costs a forward nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, starmap
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,11 @@ import xxhash
 from torch import Tensor, nn
 
 from attmemo.fingerprint import AFTER_ATTENTION
+from attmemo.kernels.members import hold, lie
 
 CHANGED = "its weights or settings changed since memoize (call memoize again)"
+
+Group = tuple[npt.NDArray[np.uint64], int, bytes]
 
 _version = attrgetter("_version")
 _training = attrgetter("training")
@@ -40,9 +43,9 @@ class Watch:
 
     def __init__(self, host: nn.Module, layers: Sequence[Sequence[nn.Module]]) -> None:
         modules = [module for name, module in host.named_modules() if not f"{name}.".startswith(AFTER_ATTENTION)]
-        self._members: list[dict[str, Any]] = [
-            members for module in modules for members in (module._modules, module._parameters) if members
-        ]
+        self._members: tuple[dict[str, Any], ...] = tuple(
+            [members for module in modules for members in (module._modules, module._parameters) if members]
+        )
         weights = list({id(p): p for module in modules for p in module._parameters.values() if p is not None}.values())
         self._counted = [weight for weight in weights if not weight.is_inference()]  # others have no version
         self._plain = [weight for weight in weights if type(weight) is nn.Parameter]  # others may have no address
@@ -51,7 +54,7 @@ class Watch:
             (vars(module), name) for module in modules if not isinstance(module, nn.modules.dropout._DropoutNd)
             for name, value in vars(module).items() if type(value) is float and "drop" not in name
         ]
-        self._held = list(self._all())  # keeps identities from reuse
+        self._held = tuple(self._all())  # keeps identities from reuse
         self._sum = self._checksum()
         self._before: tuple[Any, ...] | None = self._look()
         # A hit drops nothing: serving would take the noise out of Monte Carlo dropout.
@@ -70,11 +73,11 @@ class Watch:
         # gives the same storage another block).
         if before is not None and not (
             self._holds() and self._written() == before[0] and self._floats() == before[1]
-            and ((self._places() == before[2] and self._values(before[3]) == before[4]) or self._moved(before))
+            and ((self._places() == before[2] and self._are_there(before[4])) or self._moved(before))
         ):  # fmt: skip
             self._before = None
             # The old weights need not stay in memory. New lists: another thread may be iterating over these.
-            self._members, self._counted, self._plain, self._settings, self._held = [], [], [], [], []
+            self._counted, self._plain, self._settings, self._members, self._held = [], [], [], (), ()
         return self._before is None  # another thread may have noticed meanwhile
 
     def _moved(self, before: tuple[Any, ...]) -> bool:
@@ -88,7 +91,7 @@ class Watch:
         """All that a forward compares."""
         # Fused optimizers and writes through .data leave the version as it is: one number of each weight is compared.
         numbers = [_middle(weight) for weight in self._plain if weight.numel()]
-        return self._written(), self._floats(), self._places(), numbers, self._values(numbers)
+        return self._written(), self._floats(), self._places(), numbers, _grouped(numbers)
 
     def _checksum(self) -> int:
         """Of all bytes of weights with an address."""
@@ -107,7 +110,7 @@ class Watch:
 
     def _holds(self) -> bool:
         """Whether modules hold the very modules and parameters that they held."""
-        return sum(map(len, self._members)) == len(self._held) and all(map(is_, self._all(), self._held))
+        return hold(self._members, self._held)
 
     def _written(self) -> int:
         """How often weights were written."""
@@ -121,12 +124,24 @@ class Watch:
         return tuple(map(Tensor.data_ptr, self._plain))
 
     @staticmethod
-    def _values(numbers: list[npt.NDArray[np.generic]]) -> bytes:
-        return b"".join(map(np.ndarray.tobytes, numbers))
+    def _are_there(groups: list[Group]) -> bool:
+        """Whether numbers are what they were."""
+        return all(starmap(lie, groups))
 
     def _all(self) -> Iterator[Any]:
         """Modules and parameters as the modules hold them now."""
         return chain.from_iterable(map(dict.values, self._members))
+
+
+def _grouped(numbers: list[npt.NDArray[np.generic]]) -> list[Group]:
+    """Numbers by their size: where they lie, and their bytes."""
+    found: dict[int, list[npt.NDArray[np.generic]]] = {}
+    for number in numbers:
+        found.setdefault(number.itemsize, []).append(number)
+    return [
+        (np.array([one.ctypes.data for one in own], np.uint64), size, b"".join(map(np.ndarray.tobytes, own)))
+        for size, own in found.items()
+    ]
 
 
 def _middle(weight: Tensor) -> npt.NDArray[np.generic]:

@@ -8,7 +8,6 @@ computed once (`duplicates.py`). Outputs of padding are zero. The pooler and the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import methodcaller
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from attmemo.forward.context import NOTHING, Forward
 from attmemo.forward.plan import Share
 from attmemo.forward.reuse import Exact
+from attmemo.kernels.members import are_empty, have
 from attmemo.kernels.row_attention import Layout
 from attmemo.kernels.row_sinks import Copies, Copy
 from attmemo.models import Call, Site, Spans
@@ -28,7 +28,6 @@ from attmemo.models.masks import consecutive, valid_places
 from attmemo.packed.duplicates import Twins
 from attmemo.packed.runner import Fetch, Packed
 
-_FORWARD = methodcaller("get", "forward")
 ON_THE_RIGHT = "the mask is not plain padding on the right"
 
 
@@ -53,10 +52,10 @@ class Onlookers:
 
     def __init__(self, modules: Sequence[nn.Module], own: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> None:
         everywhere, known = nn.modules.module, {id(module): hook for module, hook in own}
-        self._hooks: list[Any] = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-        self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
-        self._members = [one.__dict__ for one in modules]
-        self._own = [known.get(id(one)) for one in modules]
+        hooks: list[Any] = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._hooks = *hooks, everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks
+        self._members = tuple([one.__dict__ for one in modules])
+        self._own = tuple([known.get(id(one)) for one in modules])
 
     @property
     def have_hooks(self) -> bool:
@@ -65,7 +64,7 @@ class Onlookers:
         transformers leaves hooks on modules once hidden states were asked for: they do nothing in a forward that is
         not asked for these.
         """
-        return any(self._hooks) and any(
+        return not are_empty(self._hooks) and any(
             getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
             for hooks in self._hooks for hook in hooks.values()
         )  # fmt: skip
@@ -73,7 +72,7 @@ class Onlookers:
     @property
     def have_forwards(self) -> bool:
         """Whether another `forward` stands in front of a module than may."""
-        return list(map(_FORWARD, self._members)) != self._own  # in C: every forward asks
+        return not have(self._members, "forward", self._own)
 
 
 class Stack:

@@ -18,7 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "db": {"mmap"},
     "models": {"kernels"},
     "embed": {"db", "kernels"},
-    "forward": {"models", "embed", "db"},
+    "forward": {"models", "embed", "db", "kernels"},
     "packed": {"forward", "models", "kernels"},
     "maps": {"forward", "models", "embed", "db", "mmap", "perfmodel", "kernels"},
     "rows": {"packed", "forward", "models", "embed", "db", "mmap", "kernels"},

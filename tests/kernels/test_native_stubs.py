@@ -17,6 +17,7 @@ EXTENSIONS = [
     "kernels._changes",
     "kernels._linear",
     "kernels._map_product",
+    "kernels._members",
     "kernels._ngram",
     "kernels._plan",
     "kernels._row_attention",
