@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,18 @@ from torch import Tensor
 
 from attmemo.kernels import _chain as native
 from attmemo.kernels.norms import Norm
-from attmemo.kernels.packed_weights import NO_NORM, PANEL, Panels
-from attmemo.kernels.row_attention import Attend, Disentangled, Layout, Stored, Turn
+from attmemo.kernels.packed_weights import LINE, NO_NORM, PANEL, Panels
+from attmemo.kernels.row_attention import (
+    NOT_DISTANT,
+    NOT_STORED,
+    NOT_TURNED,
+    Attend,
+    Disentangled,
+    Layout,
+    Stored,
+    Turn,
+    table_of,
+)
 from attmemo.kernels.row_sinks import Copies
 
 Angles = tuple[Tensor, Tensor]
@@ -107,6 +118,7 @@ class Chain:
         self._size, self._key_size = heads * width, key_heads * width
         self._kinds = list(dict.fromkeys(link.kind for link in links if link.kind is not None))
         self._norms: list[Tensor] = []
+        self._are_alike = not self._kinds and len({link.window for link in links}) == 1
         nexts = [*(link.before for link in links[1:]), None]
         self._native = native.prepare(
             self._copied(links[0].before, first.inputs),
@@ -179,6 +191,11 @@ class Chain:
         if self._links[0].before is not None:
             hidden = hidden.contiguous()
         rows, size, key_size = len(hidden), self._size, self._key_size
+        if (
+            self._are_alike and stored is None and disentangled is None and keep is None and asked is None
+            and layout.positions is None and layout.sources is None and layout.asked is None
+        ):  # fmt: skip
+            return self._of_whole_sequences(hidden, layout.starts, layout.key_starts, scale, table, threads)
         some = rows if asked is None else len(asked)  # of the result
         part = hidden.new_empty(rows, size + 2 * key_size)  # Q, K and V of one block after the other
         queries, keys, values = part.tensor_split((size, size + key_size), 1)
@@ -237,6 +254,40 @@ class Chain:
             copies, ways, threads,
         )  # fmt: skip
         return after[:some]
+
+    def _of_whole_sequences(
+        self, hidden: Tensor, starts: npt.NDArray[np.int64], key_starts: npt.NDArray[np.int64], scale: float,
+        table: Tensor | None, threads: int,
+    ) -> Tensor:  # fmt: skip
+        """The same where nothing but rows and their table is given, and all blocks attend alike: one row of a few
+        sequences takes as long as to ask for all else.
+        """
+        up, rows, item, heads = self._up, len(hidden), hidden.itemsize, self._heads
+        size, key_size, width = self._size, self._key_size, self._size // heads
+        projected = size + 2 * key_size
+        middle = up.outputs if up.are_two_calls(rows, threads) else 0
+        after = hidden.new_empty(rows, up.inputs)
+        widths = projected, size, up.inputs, up.inputs, middle
+        taken = [(rows * own * item + LINE - 1) // LINE * LINE for own in widths]
+        memory = torch.empty(sum(taken) + LINE, dtype=torch.uint8, device="cpu")
+        begin = (memory.data_ptr() + LINE - 1) // LINE * LINE
+        queries, context, mixed, normed, between = list(accumulate(taken[:-1], initial=begin))
+        line, table = projected * item, None if table is None else table.contiguous()
+        keys = queries + size * item
+        call = (
+            ((queries, line), (keys, line), (keys + key_size * item, line), (context, size * item)),
+            (up.kind[0], rows, rows, int(key_starts[-1]), heads, key_size // width, width),
+            (starts, key_starts, b"", b"", b""), NOT_STORED, NOT_TURNED,
+            table_of(table, self._links[0].window, heads), NOT_DISTANT, (scale, threads, "", self._causal),
+        )  # fmt: skip
+        native.run(
+            self._native, (hidden.data_ptr(), hidden.stride(0) * item, rows), queries, _NO_TURNS, (call,), None, (),
+            (context, mixed, between if middle else 0, after.data_ptr(), normed), threads,
+        )  # fmt: skip
+        return after
+
+
+_NO_TURNS: Any = (np.zeros(0, np.int32), ())
 
 
 def _positions(layout: Layout) -> npt.NDArray[np.int32]:

@@ -22,9 +22,9 @@ from attmemo.kernels.omp_team import join_torch
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum type` has them
 _NONE = b""
-_NOT_STORED = (_NONE, _NONE, _NONE, _NONE, _NONE, 0, 0, 0, 0)
-_NOT_TURNED = (0, 0, 0, 0)
-_NOT_DISTANT = (0, 0, 0, 0, 0, _NONE, 0)
+NOT_STORED = (_NONE, _NONE, _NONE, _NONE, _NONE, 0, 0, 0, 0)
+NOT_TURNED = (0, 0, 0, 0)
+NOT_DISTANT = (0, 0, 0, 0, 0, _NONE, 0)
 _RECORDS, _DISTANCES = 3, 6  # which of the arguments are records, and terms by distance
 
 
@@ -226,9 +226,9 @@ class Attend:
                 _array(layout.sources, np.int32),
                 _array(layout.asked, np.int64),
             ),
-            _NOT_STORED if stored is None else _records(stored, keys.shape[1], self._key_heads),
-            _NOT_TURNED if turns is None else _turns(turns),
-            _table(added, window, heads),
+            NOT_STORED if stored is None else _records(stored, keys.shape[1], self._key_heads),
+            NOT_TURNED if turns is None else _turns(turns),
+            table_of(added, window, heads),
             distances,
             (scale, torch.get_num_threads() if threads is None else threads, isa, causal),
         )
@@ -238,7 +238,7 @@ class Attend:
         other = copy.copy(self)
         relative, distances = _distances(disentangled, self._queries)
         other._alive = self._alive, stored, relative
-        records = _NOT_STORED if stored is None else _records(stored, self._columns, self._key_heads)
+        records = NOT_STORED if stored is None else _records(stored, self._columns, self._key_heads)
         arguments = list(self.arguments)
         arguments[_RECORDS], arguments[_DISTANCES] = records, distances
         other.arguments = tuple(arguments)
@@ -410,7 +410,8 @@ def _turns(turns: tuple[Tensor, Tensor]) -> tuple[int, int, int, int]:
     return cos.data_ptr(), sin.data_ptr(), cos.shape[0] // 2 + 1, cos.shape[1]
 
 
-def _table(table: Tensor | None, window: int | None, heads: int) -> tuple[int, int, int, int]:
+def table_of(table: Tensor | None, window: int | None, heads: int) -> tuple[int, int, int, int]:
+    """A table of biases, or none, and a window as native code has them. The table must stay alive."""
     if window is not None and window < 1:
         raise ValueError(f"a window of {window}: a query must see itself")
     if table is None:
@@ -423,7 +424,7 @@ def _table(table: Tensor | None, window: int | None, heads: int) -> tuple[int, i
 def _distances(disentangled: Disentangled | None, queries: Tensor) -> tuple[list[Tensor], Any]:
     """What must stay alive, and what the native call gets."""
     if disentangled is None or (disentangled.key is None and disentangled.query is None):
-        return [], _NOT_DISTANT
+        return [], NOT_DISTANT
     given = [t for t in (disentangled.key, disentangled.query) if t is not None]
     for tensor in given:
         if tensor.dtype != queries.dtype or tensor.dim() != 2 or tensor.shape[1] != queries.shape[1]:

@@ -417,6 +417,24 @@ def test_a_result_that_is_not_asked_for_cannot_be_copied() -> None:
 
 
 @kinds
+@pytest.mark.parametrize("asked", ["nothing", "table", "window", "causal"])
+def test_rows_alone_give_the_bits_that_they_give_with_copies(
+    kind: type[Panels], dtype: torch.dtype, asked: str
+) -> None:
+    """Of rows alone less is asked for; of rows that are copied too, every part."""
+    blocks, layout = links(kind, dtype), layout_of(5, 1, 90)
+    if asked == "window":
+        blocks = [replace(link, window=3) for link in blocks]
+    chain, hidden = Chain(blocks, HEADS, WIDTH, causal=asked == "causal"), numbers(7, 96, HIDDEN, dtype=dtype)
+    table = numbers(8, HEADS, 2 * 96 - 1) if asked == "table" else None
+    keep = Copies([Copy(0, 96, torch.empty(3, 2, 96, HEADS * WIDTH, dtype=dtype), None)])
+    seen = chain(hidden, layout, scale=0.3, table=table)
+    assert torch.equal(seen, chain(hidden, layout, scale=0.3, table=table, keep=keep))
+    if asked != "nothing":
+        assert not torch.equal(seen, Chain(links(kind, dtype), HEADS, WIDTH)(hidden, layout, scale=0.3))
+
+
+@kinds
 def test_rows_may_lie_apart_and_none_is_fine(kind: type[Panels], dtype: torch.dtype) -> None:
     chain, layout = Chain(links(kind, dtype), HEADS, WIDTH), layout_of(4, 2)
     hidden = numbers(7, 6, 2 * HIDDEN, dtype=dtype)
