@@ -82,6 +82,7 @@ LINEAR_PARTS = [
 
 ROWS = ["generic", "avx2", "avx512"]
 ROWS_PARTS = ["rows", "rows_kernel", "arrays", "attention", "types_avx2", "types_avx512", "vectors"]
+SINGLE_PARTS = ["arrays", "fine", "gaps", "kinds", "numbers", "pairing", "team"]
 CHAIN_PARTS = ["attention", "attention_face", "linear", "linear_face"]
 
 
@@ -174,12 +175,12 @@ setup(
             Extension(
                 f"attmemo.kernels._{name}",
                 sources=[f"native/{name}.c"],
-                depends=[f"native/{part}.h" for part in ("arrays", "fine", "gaps", "kinds", "numbers", "pairing")],
+                depends=[f"native/{part}.h" for part in SINGLE_PARTS],
                 extra_compile_args=[*STRICT, "-O3", *CHECKS],
                 extra_link_args=CHECKS,
-                libraries=["m"],
+                libraries=["dl", "m"],
             )
-            for name in ("ngram", "align", "changes", "members", "plan")
+            for name in ("ngram", "align", "changes", "embed", "members", "plan")
         ),
     ],
 )
