@@ -110,6 +110,17 @@ class Forward:
     outcome: Outcome = NOTHING
     opened_by_model: bool = False  # and closed by it: no hook stands around the model
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked of it, but perhaps first rows alone: it is no replay, and has no observer."""
+        asked = self.observed, self.forced, self.last, self.packed, self.asking, self.given
+        return not self.whole and not self.repeats and all(part is None for part in asked)
+
+    def note_plain(self, counters: Counters, first: bool) -> None:
+        """Note a forward that computed all, or first rows alone."""
+        self.counters, self.outcome = counters, NOTHING
+        self.firsts += first
+
     def forget(self) -> None:
         """Drop what belongs to one call of the model."""
         self.given, self.plan = None, None

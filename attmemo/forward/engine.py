@@ -54,7 +54,7 @@ from attmemo.models.cache_name import cache_of
 _LOG = logging.getLogger("attmemo")
 
 # A file that went away, a machine without memory (torch: RuntimeError) or descriptors: they cost time, not requests.
-_FAILURES = (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, IndexError, KeyError)
+FAILURES = (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, IndexError, KeyError)
 
 _TRAINING = attrgetter("training")
 TRACED = "the model is traced or exported: what is stored would become constants"
@@ -116,12 +116,12 @@ class Engine:
         start = perf_counter()
         try:
             served = self.reuse.serve(site, call, plan.spans, share, forward)
-        except _FAILURES as error:
+        except FAILURES as error:
             failed = Plan(self.reuse.failure)
             if self.reuse.whole:
                 forward.plan = failed  # no follower may leave its work to this call
             self.counters.call(site.layer, failed, batch)
-            self._failed(site.layer, failed, error, batch if self.reuse.whole else len(share.sequences))
+            self.failed(site.layer, failed, error, batch if self.reuse.whole else len(share.sequences))
             return exact(*args, **kwargs)
         serving = perf_counter() - start
         output, spent = self.reuse.join(site, call, share, served, exact, (args, kwargs))
@@ -156,9 +156,9 @@ class Engine:
             if plan is None:
                 plan = forward.forced or self.planner.plan(site.layer, call, spans, forward)
                 plan = self._kept(forward, plan)
-        except _FAILURES as error:
+        except FAILURES as error:
             layers = self.layers - site.layer if inside and self.planner.lookup == "sequence" else 1
-            self._failed(site.layer, _NO_LOOKUP, error, layers * _sequences(args, kwargs))
+            self.failed(site.layer, _NO_LOOKUP, error, layers * _sequences(args, kwargs))
             return self._kept(forward, _NO_LOOKUP), None
         if plan.spans is not None and plan.spans != spans:
             return Plan("the mask differs from the first layer's", eligible=False), None
@@ -170,7 +170,8 @@ class Engine:
             forward.plan = plan
         return plan
 
-    def _failed(self, layer: int, plan: Plan, error: Exception, sequences: int) -> None:
+    def failed(self, layer: int, plan: Plan, error: Exception, sequences: int) -> None:
+        """Count sequences of a layer that an error leaves exact, and tell of it now and then."""
         if count := self.counters.failure(str(plan.reason), error, sequences):
             debug = _LOG.isEnabledFor(logging.DEBUG)
             told = "attmemo: %s, layer %d stays exact: %s (%d sequences so far)"
@@ -190,9 +191,9 @@ class Engine:
         if given is not None and given.reason is not None:
             return given.reason
         if given is None:
-            if _is_traced():
+            if is_traced():
                 return TRACED
-            if self._changed():
+            if self.changed():
                 return CHANGED
         call = self.reuse.read(site, args, kwargs)
         if isinstance(call, str):
@@ -263,7 +264,7 @@ class Engine:
         return holds and plan is not None and plan is self.planner.before()
 
     def _refusal(self, model: nn.Module, given: Mapping[str, Any]) -> str | None:
-        if _is_traced():
+        if is_traced():
             return TRACED
         config = getattr(model, "config", None)
         for wanted in ("output_attentions", "output_hidden_states"):
@@ -273,9 +274,10 @@ class Engine:
         past = getattr(cache_of(given), "get_seq_length", None)
         if past is not None and int(past()) > 0:
             return "cached decoding"
-        return CHANGED if self._changed() else None
+        return CHANGED if self.changed() else None
 
-    def _changed(self) -> bool:
+    def changed(self) -> bool:
+        """Whether weights or settings changed since `memoize`: then the model stays exact."""
         changed = self._watch.changed()
         if changed and not self._told:
             self._told = True
@@ -338,6 +340,6 @@ def is_exporting() -> bool:
     return bool(torch.compiler._is_compiling_flag if asked is None else asked())
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether a tracer or an exporter records this call. A compiler that breaks its graph here does not count."""
     return bool(torch.jit.is_tracing()) or is_exporting()  # type: ignore[attr-defined, no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -72,8 +72,13 @@ class Memoization(ABC):
         """Have forwards of the model served, once all parts are."""
         hook = ModelHook(self, self.engine, self.host)
         hook.insert()
+        hook.whole = self._whole(hook)
         self._hooks.append(hook)
         self._hooks += self._insert_outer()
+
+    def _whole(self, hook: ModelHook) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
+        """What runs whole forwards, beside the hooks that are in place; None: nothing does."""
+        return None
 
     def _insert_outer(self) -> list[Hook]:
         """Insert hooks around the whole model, once all others are in place."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from attmemo.forward.engine import Engine, is_exporting
+from attmemo.forward.plan import Plan
 from attmemo.models import Site
 from attmemo.models.cache_name import cache_of
 
@@ -67,7 +68,17 @@ class ModelHook(Hook):
 
     Packed blocks fill no key-value cache, and neither do maps of encoders. A configuration may ask for one in every
     call: here only calls that ask for one themselves get one.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Arguments of the model's `forward`.
+    whole : callable or None
+        Gets the arguments of a forward, and returns its output; or None: it goes through the model's modules; or the
+        plan that it follows on this way.
     """
+
+    whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None
 
     def __init__(self, owner: object, engine: Engine, model: nn.Module) -> None:
         super().__init__(owner, model)
@@ -77,11 +88,19 @@ class ModelHook(Hook):
         self._begin = _naming(engine.begin_forward, model, names)
         self._end = engine.end_forward
         self._begin_unseen, self._end_unseen = _unseen(self._begin), _unseen(self._end)
+        self.names, self.whole, self._engine = names, None, engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = torch.compiler.is_compiling()
         if not self.active or (compiled and is_exporting()):
             return self.__wrapped__(*args, **kwargs)
+        if self.whole is not None and not compiled:
+            output = self.whole(args, kwargs)
+            if isinstance(output, Plan):
+                with self._engine.planned(output):
+                    return self(*args, **kwargs)
+            if output is not None:
+                return output
         unasked = self._use_cache is not None and len(args) <= self._use_cache and kwargs.get("use_cache") is None
         if unasked and cache_of(kwargs) is None:
             kwargs["use_cache"] = False

@@ -99,6 +99,17 @@ class Counters:
             self.done.fetch_seconds += fetch
             self.done.blocks_seconds += blocks
 
+    def whole(self, sequences: int, tokens: int, rows: int, seconds: float, first: bool) -> None:
+        """One forward of a stack that looked nothing up."""
+        with self._lock:
+            self.layers[0].sequences += sequences
+            self.layers[0].serve_seconds += seconds
+            self.done.sequences += sequences
+            self.done.tokens += tokens
+            self.done.rows += rows
+            self.done.firsts += first
+            self.done.blocks_seconds += seconds
+
     def answered(self, reused: int, repeated: int) -> None:
         """So many answers came from records, and stay: of other inputs, and of the inputs' own."""
         with self._lock:

@@ -18,7 +18,7 @@ from attmemo.db.pools.history import Work
 from attmemo.errors import AdapterCheckError, UnsupportedModelError
 from attmemo.forward.engine import Engine
 from attmemo.forward.handle import Memoization
-from attmemo.forward.hooks import Hook
+from attmemo.forward.hooks import Hook, ModelHook
 from attmemo.forward.planning import Planner, Whole
 from attmemo.forward.row_usage import Observed
 from attmemo.forward.trial import enable_within
@@ -33,11 +33,12 @@ from attmemo.guard.planner import GuardedPlanner
 from attmemo.kernels.linear8 import LinearName
 from attmemo.models import Adapter, Site
 from attmemo.models.blocks import Blocks, find_blocks
-from attmemo.packed.check import check_blocks, check_layers, check_stack
+from attmemo.packed.check import check_blocks, check_layers, check_stack, check_whole
 from attmemo.packed.head_check import reads_first_row
 from attmemo.packed.head_hook import HeadHook
 from attmemo.packed.runner import TYPES, Called, Packed
 from attmemo.packed.stack import Stack
+from attmemo.packed.whole_model import Parts, WholeModel
 from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.planner import TYPES_FROM, RowPlanner
 
@@ -59,6 +60,9 @@ class StackMemoization(Memoization):
     first_row : bool
         Whether the model's head reads nothing of the last hidden states but their first row: then the last block
         computes little of the others. Takes effect with the next `enable`.
+    parts : Parts or None
+        What the model computes beside its blocks, so that a forward may be few calls. None: it always goes through the
+        model's modules. Takes effect with the next `enable`.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class StackMemoization(Memoization):
         self.guarded: Guarded | None = None
         self.folder: Path | None = None
         self.first_row = False
+        self.parts: Parts | None = None
         self.choice: LinearChoice | None = None
         self._head: HeadHook | None = None
         self._keeper: Keeper | None = None
@@ -109,6 +114,12 @@ class StackMemoization(Memoization):
             self.choice.close()
         if self._keeper is not None:
             self._keeper.close()
+
+    def _whole(self, hook: ModelHook) -> WholeModel | None:
+        if self.parts is None:
+            return None
+        own = [(inner.module, inner) for inner in self._hooks]
+        return WholeModel(self.host, self.parts, self.engine, hook.names, own)
 
     def _insert_outer(self) -> list[Hook]:
         hooks: list[Hook] = []
@@ -282,6 +293,7 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName) -> S
     """Check everything and make the handle for packed blocks; the model is not changed yet."""
     packed = packed_of(encoder, adapter, "none", linear)
     handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
+    handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
     check_stack(handle, adapter, encoder, packed)
     handle.first_row = reads_first_row(handle, adapter, encoder)
     return handle

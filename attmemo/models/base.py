@@ -24,6 +24,7 @@ from attmemo.models.projections import is_linear
 
 if TYPE_CHECKING:
     from attmemo.models.blocks import Blocks
+    from attmemo.models.embeddings import Embeddings
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -309,6 +310,10 @@ class Adapter:
     def blocks(self, model: nn.Module) -> Blocks | str:
         """The blocks of the model, to be run over packed rows; or why there are none."""
         return f"this family ({self.family}) has no packed blocks; only maps"
+
+    def embeddings(self, model: nn.Module) -> Embeddings | None:
+        """What the model computes before its blocks, if it is a norm of a sum of rows of tables; else None."""
+        return None
 
     # -- offline
 

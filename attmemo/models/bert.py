@@ -14,6 +14,7 @@ from torch import nn
 from attmemo.models.base import Adapter
 from attmemo.models.blocks import Blocks, bert_block
 from attmemo.models.cache_name import CACHE_NAME
+from attmemo.models.embeddings import Embeddings, embeddings_named
 
 
 class BertAdapter(Adapter):
@@ -49,3 +50,6 @@ class BertAdapter(Adapter):
             found.append(bert_block(layer, (own.query, own.key, own.value), out.dense, out.LayerNorm))
         heads, width = self.shape(encoder.layer[0].attention.self)
         return Blocks(encoder, found, heads, width, width**-0.5)
+
+    def embeddings(self, model: nn.Module) -> Embeddings | None:
+        return embeddings_named(self.host(model))

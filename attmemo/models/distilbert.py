@@ -8,6 +8,7 @@ from torch import nn
 
 from attmemo.models.base import Adapter
 from attmemo.models.blocks import Block, Blocks
+from attmemo.models.embeddings import Embeddings, embeddings_named
 
 
 class DistilBertAdapter(Adapter):
@@ -34,3 +35,6 @@ class DistilBertAdapter(Adapter):
             )  # fmt: skip
         heads, width = self.shape(transformer.layer[0].attention)
         return Blocks(transformer, found, heads, width, width**-0.5)
+
+    def embeddings(self, model: nn.Module) -> Embeddings | None:
+        return embeddings_named(self.host(model))

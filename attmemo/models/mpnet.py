@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attmemo.models.base import Adapter, Call
 from attmemo.models.blocks import Blocks, bert_block
+from attmemo.models.embeddings import Embeddings, embeddings_named
 
 
 class MPNetAdapter(Adapter):
@@ -45,6 +46,9 @@ class MPNetAdapter(Adapter):
             found.append(bert_block(layer, (own.q, own.k, own.v), own.o, layer.attention.LayerNorm))
         heads, width = self.shape(encoder.layer[0].attention.attn)
         return MPNetBlocks(encoder, found, heads, width, width**-0.5)
+
+    def embeddings(self, model: nn.Module) -> Embeddings | None:
+        return embeddings_named(self.host(model))
 
 
 class MPNetBlocks(Blocks):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.errors import AdapterCheckError
+from attmemo.forward.hooks import Hook
 from attmemo.forward.trial import DEEP, Handle, enable_within, not_served
 from attmemo.kernels.linear8 import Linear8, linear8_in_torch
 from attmemo.kernels.row_attention import Layout
@@ -16,6 +20,9 @@ from attmemo.models import Adapter
 from attmemo.models.check import UNKNOWN, checking, difference, tolerance
 from attmemo.packed.runner import Angles, Packed
 from attmemo.packed.stack import places_of, positions_of
+from attmemo.packed.whole_model import Parts, WholeModel, parts_of
+
+_LOG = logging.getLogger("attmemo")
 
 _ROUNDED = 5e-2  # int8 activations are rounded by all rows of a batch, padding included
 _LINEAR8 = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of an 8-bit layer to its oracle, relative to the range
@@ -133,6 +140,61 @@ def check_stack(handle: Handle, adapter: Adapter, model: nn.Module, packed: Pack
             f"(allowed {allowed:.0e}).",
             UNKNOWN,
         )
+
+
+def check_whole(handle: Handle, adapter: Adapter, model: nn.Module, dtype: torch.dtype) -> Parts | None:
+    """Compare forwards of the whole model in few calls with those through its modules and the hooked blocks.
+
+    Returns
+    -------
+    Parts or None
+        What such forwards need. None: the model is of another form, or a number differs in a bit; all forwards go
+        through its modules then.
+    """
+    host, engine = adapter.host(model), handle.engine
+    if adapter.embeddings(model) is None:
+        return None
+    try:
+        with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
+            enable_within(handle, stack)
+            parts = parts_of(adapter, model, dtype, host(**adapter.sample(model)[0]))
+            if parts is None:
+                return None
+            hooks = [(module, module.forward) for module in host.modules() if isinstance(module.forward, Hook)]
+            names = tuple(inspect.signature(host.forward).parameters)
+            whole = WholeModel(host, parts, engine, names, hooks)
+            for inputs in _samples(adapter, model, parts):
+                seen, expected = whole((), inputs), host(**inputs)
+                if seen is None or not _are_same(seen, expected):
+                    _LOG.debug("attmemo: %s goes through its modules: %s differs", type(host).__name__, list(inputs))
+                    return None
+    except Exception as error:  # what is wrong with the model itself is told by the other checks
+        _LOG.debug("attmemo: %s goes through its modules: %s", type(host).__name__, error)
+        return None
+    return parts
+
+
+def _samples(adapter: Adapter, model: nn.Module, parts: Parts) -> Iterator[dict[str, Tensor]]:
+    """Batches for `check_whole`: with a mask and without, with types, with a twin, and one line."""
+    inputs, lengths = adapter.sample(model)
+    ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"]
+    if parts.embeddings.padding >= 0:
+        ids[0, 1] = parts.embeddings.padding
+    again = torch.cat((ids, ids[:1])), torch.cat((mask, mask[:1]))
+    yield {"input_ids": ids, "attention_mask": mask}
+    yield {"input_ids": ids}
+    yield {"input_ids": again[0], "attention_mask": again[1]}
+    yield {"input_ids": ids[:1, : lengths[0]], "attention_mask": mask[:1, : lengths[0]]}
+    if parts.embeddings.types is not None:
+        kinds = (ids // 2) % parts.embeddings.types.num_embeddings
+        yield {"input_ids": ids, "attention_mask": mask, "token_type_ids": kinds}
+
+
+def _are_same(seen: Any, expected: Any) -> bool:
+    """Whether two outputs are of one class, and hold the same numbers."""
+    if type(seen) is not type(expected) or list(seen) != list(expected):
+        return False
+    return all(torch.equal(seen[name], expected[name]) for name in expected)
 
 
 def _rows(hidden: Tensor, places: Tensor) -> Tensor:
