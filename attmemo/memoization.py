@@ -335,7 +335,7 @@ def _whole(
     encoder: nn.Module, outer: Any, adapter: Adapter, linear: LinearName, guarding: Guarding | None, gate: bool
 ) -> StackMemoization:
     """Packed blocks; with a budget, 8-bit layers are proven where they are faster."""
-    handle = prepare_stack(encoder, adapter, linear)
+    handle = prepare_stack(encoder, adapter, linear, outer)
     if guarding is not None:
         answering = answering_of(outer, encoder)
         try:

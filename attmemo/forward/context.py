@@ -77,6 +77,8 @@ class Forward:
         Blocks that run in place of the stack's own (`attmemo.packed.runner`). Inherited.
     first : bool
         Whether the first row of each sequence alone is asked for: all others are NaN.
+    unpooled : bool
+        Whether what the model's pooler gives is not read.
     asking : object
         What its guard decides (`attmemo.guard.planner.Asking`).
     given : Given or None
@@ -101,6 +103,7 @@ class Forward:
     last: Tensor | None = None
     packed: Any = None
     first: bool = False
+    unpooled: bool = False
     asking: Any = None
     given: Given | None = None
     plan: Plan | None = None
@@ -112,7 +115,7 @@ class Forward:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is asked of it, but perhaps first rows alone: it is no replay, and has no observer."""
+        """Whether nothing is asked of it, but perhaps less than usual: it is no replay, and has no observer."""
         asked = self.observed, self.forced, self.last, self.packed, self.asking, self.given
         return not self.whole and not self.repeats and all(part is None for part in asked)
 

@@ -36,6 +36,7 @@ from attmemo.models.blocks import Blocks, find_blocks
 from attmemo.packed.check import check_blocks, check_layers, check_stack, check_whole
 from attmemo.packed.head_check import reads_first_row
 from attmemo.packed.head_hook import HeadHook
+from attmemo.packed.reader_hook import ReaderHook, reader_of
 from attmemo.packed.runner import TYPES, Called, Packed
 from attmemo.packed.stack import Stack
 from attmemo.packed.whole_model import Parts, WholeModel
@@ -63,6 +64,8 @@ class StackMemoization(Memoization):
     parts : Parts or None
         What the model computes beside its blocks, so that a forward may be few calls. None: it always goes through the
         model's modules. Takes effect with the next `enable`.
+    reader : nn.Module or None
+        A module around the model that reads nothing but its last hidden states. Takes effect with the next `enable`.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class StackMemoization(Memoization):
         self.folder: Path | None = None
         self.first_row = False
         self.parts: Parts | None = None
+        self.reader: nn.Module | None = None
         self.choice: LinearChoice | None = None
         self._head: HeadHook | None = None
         self._keeper: Keeper | None = None
@@ -129,6 +133,9 @@ class StackMemoization(Memoization):
             self._head = HeadHook(self, self._model, stack, self.engine, self._hooks)
             self._head.insert()
             hooks.append(self._head)
+        if self.reader is not None:
+            hooks.append(ReaderHook(self, self.reader, self.engine, self._hooks[-1]))
+            hooks[-1].insert()
         for run in (self.guarded, self.choice):  # what chooses stands outside: it runs guarded forwards
             if run is not None:
                 hooks.append(AnswerHook(self, self._outer, run))
@@ -289,13 +296,15 @@ def _work_of(engine: Engine) -> Work:
     return Work(done.sequences, done.tokens, done.rows)
 
 
-def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName) -> StackMemoization:
+def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName, outer: Any = None) -> StackMemoization:
     """Check everything and make the handle for packed blocks; the model is not changed yet."""
     packed = packed_of(encoder, adapter, "none", linear)
     handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
     handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
     check_stack(handle, adapter, encoder, packed)
     handle.first_row = reads_first_row(handle, adapter, encoder)
+    if handle.parts is not None and handle.parts.pooler is not None:
+        handle.reader = reader_of(outer, handle.host)
     return handle
 
 

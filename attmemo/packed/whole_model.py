@@ -144,7 +144,8 @@ class WholeModel:
         )
         last = _first_rows(found, batch) if first else spread(found, batch)
         taken, counters = perf_counter() - start, self._engine.counters
-        output = self._output.make(last, self._pooled(last))
+        pooled = None if forward is not None and forward.unpooled else self._pooled(last)
+        output = self._output.make(last, pooled)
         if forward is not None:
             forward.note_plain(counters, first)
         counters.whole(len(batch.lengths), batch.tokens, len(hidden), taken, first)
