@@ -2,7 +2,7 @@
 
     python scripts/bench_workloads.py ../shared docs/workloads.json                    # all: about 15 minutes
     python scripts/bench_workloads.py ../shared docs/workloads.json "log HDFS" rerank  # some; the others stay
-    python scripts/bench_workloads.py ../shared docs/workloads.json --table            # only the table
+    python scripts/bench_workloads.py ../shared docs/workloads.json --page docs/workloads.md  # only the page's table
 
 A process is stopped while it is not its turn: what a guard or a filler does beside requests, it does beside its own,
 as if these came without a pause; nothing is verified in idle times. So everything is in the times that a way costs.
@@ -23,6 +23,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from marked import replace_measured
 from workloads import WORKLOADS, Workload, sign
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -145,21 +146,21 @@ def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[st
     return found
 
 
-def table(results: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """The numbers in Markdown."""
+    machine = result["conditions"]
     lines = [
-        "| time, exact = 1 | int8 | rows, first half | rows, second half | budget, first half | budget, second half | "
-        "rows computed | answers changed by rows; by int8 | guard |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for stream, found in results.items():
+        f"{machine['cpu']}, {', '.join(machine['features'])}; {machine['threads']} threads, bfloat16; commit "
+        f"{result['commit']}. Time, exact blocks = 1:", "",
+        "| stream | int8 | rows: halves | budget: halves | rows computed | changed by rows, by int8 |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for stream, found in result["streams"].items():
         rows, budget, rounded = found["rows"], found["budget"], found["int8"]
-        cells = [
-            statistics.fmean(rounded["over exact"].values()),
-            *rows["over exact"].values(), *budget["over exact"].values(), rows["share_computed"],
-        ]  # fmt: skip
-        changed = f"{100 * rows['changed']:.2f} %; {100 * rounded['changed']:.2f} %"
-        lines.append(f"| {stream} | {' | '.join(f'{cell:.2f}' for cell in cells)} | {changed} | {rows['state']} |")
+        halves = (", ".join(f"{ratio:.2f}" for ratio in one["over exact"].values()) for one in (rows, budget))
+        changed = ", ".join(f"{100 * one['changed']:.2f} %" for one in (rows, rounded))
+        mean = statistics.fmean(rounded["over exact"].values())
+        lines.append(f"| {stream} | {mean:.2f} | {' | '.join(halves)} | {rows['share_computed']:.2f} | {changed} |")
     return "\n".join(lines)
 
 
@@ -176,23 +177,23 @@ def main() -> None:
     parser.add_argument("stream", nargs="*", choices=[*WORKLOADS, []], metavar="STREAM")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--page", type=Path, help="measure nothing; put the table into this page")
     args = parser.parse_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {"streams": {}}
-    if not args.table:
-        from attmemo.system.machine import conditions
+    if args.page is not None:
+        replace_measured(args.page, table(result))
+        return
+    from attmemo.system.machine import conditions
 
-        for stream in args.stream or WORKLOADS:
-            found = measure(stream, args.shared, args.threads, args.ways.split(","))
-            result["streams"][stream] = found
-            result |= {"conditions": conditions() | {"threads": args.threads}, "commit": commit()}
-            args.output.write_text(json.dumps(result, indent=1) + "\n")
-            for name in args.ways.split(","):
-                own = found[name]
-                print(stream, name, {part: round(ratio, 3) for part, ratio in own["over exact"].items()},
-                      f"changed {100 * own['changed']:.2f} %", own["says"] or "", flush=True)  # fmt: skip
-    else:
-        print(table(result["streams"]))
+    for stream in args.stream or WORKLOADS:
+        found = measure(stream, args.shared, args.threads, args.ways.split(","))
+        result["streams"][stream] = found
+        result |= {"conditions": conditions() | {"threads": args.threads}, "commit": commit()}
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        for name in args.ways.split(","):
+            own = found[name]
+            print(stream, name, {part: round(ratio, 3) for part, ratio in own["over exact"].items()},
+                  f"changed {100 * own['changed']:.2f} %", own["says"] or "", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -143,9 +143,9 @@ class Guard:
             )  # fmt: skip
             decided: dict[int, Verdict | None] = {}
             certified, drawn, below, above = self.certified, self.drawn, 0.0, 0.0
-            asks = [kind >= Evidence.UNKNOWN and kind != Evidence.SAME for kind in kinds]
-            asking = sum(one and not affordable for one, affordable in zip(asks, affords, strict=True))
-            seen = max(drawn, min(1.0, most / asking)) if asking else drawn
+            asking = [kind for kind, affordable in zip(kinds, affords, strict=True)
+                      if not affordable and Evidence.UNKNOWN <= kind < Evidence.SAME]  # fmt: skip
+            seen = max(drawn, min(1.0, most / len(asking))) if asking else drawn
             for (place, count), kind, affordable in zip(times.items(), kinds, affords, strict=True):
                 chance, verdict = self._random.random(), None
                 if kind == Evidence.SAME:

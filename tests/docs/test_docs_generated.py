@@ -47,6 +47,12 @@ def test_the_tables_of_the_studies_are_those_of_their_json(name: str, tables: st
     assert text.split() == getattr(study, tables)(measured(f"study-{name}.json")).split()
 
 
+def test_the_table_of_workloads_is_that_of_its_json(script: Scripts) -> None:
+    marked, bench = script("marked"), script("bench_workloads")
+    text = page("workloads.md").split(marked.BEGIN)[1].split(marked.END)[0]
+    assert text.split() == bench.table(measured("workloads.json")).split()
+
+
 @pytest.mark.parametrize("name", ["ngram", "ngram-gpu"])
 def test_the_tables_of_ngrams_are_those_of_their_json(name: str, script: Scripts) -> None:
     text = page("generate.md").split(f"[{name}.json]")[1].split(".json]")[0]
