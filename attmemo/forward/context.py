@@ -79,6 +79,8 @@ class Forward:
         Whether the first row of each sequence alone is asked for: all others are NaN.
     unpooled : bool
         Whether what the model's pooler gives is not read.
+    left : bool
+        Whether its guard leaves it to the blocks: it is looked up nowhere, and nothing is verified.
     asking : object
         What its guard decides (`attmemo.guard.planner.Asking`).
     given : Given or None
@@ -104,6 +106,7 @@ class Forward:
     packed: Any = None
     first: bool = False
     unpooled: bool = False
+    left: bool = False
     asking: Any = None
     given: Given | None = None
     plan: Plan | None = None

@@ -111,11 +111,30 @@ class Guarded:
             return forward(*args, **kwargs)
         self.idle.began()
         try:
+            mask, running = mask_in(given), self._engine.current.forward
+            if mask is not None and mask.dim() == 2 and running is None:
+                tokens = int(mask.count_nonzero())
+                counters = self._engine.counters
+                why = self.planner.reason_to_leave(tokens, counters.done.seconds_per_row)
+                if why is not None:
+                    counters.skip(why, len(mask))
+                    return self._left(forward, args, kwargs, tokens, len(mask))
             return self._guarded(forward, given, args, kwargs)
         finally:
             self.idle.ended()
             if self.debts:
                 self.idle.wake()
+
+    def _left(self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, batch: int) -> Any:
+        """The output of a forward that is looked up nowhere."""
+        start = perf_counter()
+        with self._engine.open(left=True):
+            output = forward(*args, **kwargs)
+        seconds = perf_counter() - start
+        if self._store is not None:
+            self._store.took(seconds)
+        self.planner.times.record(tokens, batch, seconds, reused=False)
+        return output
 
     def _guarded(
         self, forward: Model, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -88,8 +88,8 @@ class Verified:
         """Return how well all these changes are known: what the native plan finds in `table`."""
         found = Evidence.FULLY
         for slot, value, former, change, word in _rows(gaps):
-            harmless = self._harmless.get(slot)
-            if harmless is None or change in self._harmful:
+            harmless = self._harmless.get(slot, {})
+            if change in self._harmful:
                 return Evidence.UNKNOWN
             if change in self._changes:
                 continue

@@ -20,7 +20,7 @@ SHARE: Final = 0.01
 GIVEN: Final = 32.0
 """Requests without reuse whose time the account begins with. It holds no more: so much is lost where a stream
 changes."""
-AHEAD: Final = 200.0
+AHEAD: Final = 500.0
 """The account lends what records would save of so many requests, if the guard let all serve whose changes are known.
 A certificate for 1 % takes 318 verifications, each more than half of a request's time."""
 SAVED: Final = 0.5
@@ -34,8 +34,8 @@ OFTEN: Final = 8
 SELDOM: Final = 64
 ALIKE: Final = 1.5
 """Forwards with so many times the tokens of the first one of a size, or so many times fewer, are of that size."""
-NEWEST: Final = 0.25
-"""Weight of the newest forward in what records could save."""
+NEWEST: Final = 1 / 32
+"""Weight of the newest forward in what records could save; of the first ones the mean counts."""
 _KNOWN: Final = 2  # forwards without reuse before others are compared with them
 _TRIED: Final = 3  # forwards with records before it is judged what they save
 _MOST_SEEN: Final = 4096
@@ -71,7 +71,8 @@ class _Size:
     def is_due(self) -> bool:
         """Whether the next forward is to run without reuse, so that its time is known."""
         count = len(self.whole.last)
-        return self.since >= (1 if count < _KNOWN else OFTEN if count < LAST else SELDOM)
+        # At first every third one: who asks the same twice finds it again.
+        return self.since >= (2 if count < _KNOWN else OFTEN if count < LAST else SELDOM)
 
 
 class TimeAccount:
@@ -89,6 +90,7 @@ class TimeAccount:
         self.always = always
         self.balance: float | None = None  # seconds; None: what they are worth is not known yet
         self._request = _Times()  # seconds a sequence, of forwards without reuse
+        self._asked = 0  # forwards that were looked up
         self._could = lends  # share of the rows that records could save lately
         self._gains: deque[float] = deque(maxlen=LAST)  # share saved by forwards that verified nothing
         self._sizes: dict[int, _Size] = {}  # by the tokens of the first forward: batches of a stream are all alike
@@ -134,7 +136,8 @@ class TimeAccount:
             size.forwards += 1
             size.since = size.since + 1 if reused else 0
             if reused:
-                self._could += NEWEST * (could - self._could)
+                self._asked += 1
+                self._could += max(NEWEST, 1 / self._asked) * (could - self._could)
             else:
                 size.whole.record(seconds / tokens)
                 self._request.record(seconds / sequences)

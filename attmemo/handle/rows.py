@@ -43,7 +43,7 @@ from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS, Kinds
 from attmemo.kernels.linear8 import LinearName
 from attmemo.models import Adapter
-from attmemo.packed.check import check_stack
+from attmemo.packed.check import check_stack, check_whole
 from attmemo.packed.head_check import reads_first_row
 from attmemo.packed.runner import Packed
 from attmemo.rows.check import check_rows
@@ -199,6 +199,8 @@ def prepare_rows(
         check_stack(handle, adapter, encoder, packed)
         check_rows(handle, adapter, encoder, storage, packed)
         handle.first_row = reads_first_row(handle, adapter, encoder)
+        if guarding is not None:
+            handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
         if guarding is not None:  # only now: what the checks ask must not be learned
             assert isinstance(planner, GuardedPlanner)
             if guarding.answers.are_vectors:

@@ -123,7 +123,7 @@ class StackMemoization(Memoization):
         if self.parts is None:
             return None
         own = [(inner.module, inner) for inner in self._hooks]
-        return WholeModel(self.host, self.parts, self.engine, hook.names, own)
+        return WholeModel(self.host, self.parts, self.engine, hook.names, own, guarded=self.guarded is not None)
 
     def _insert_outer(self) -> list[Hook]:
         hooks: list[Hook] = []

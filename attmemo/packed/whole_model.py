@@ -47,17 +47,20 @@ class WholeModel:
     parts : Parts
         What it computes beside its blocks.
     engine : Engine
-        Its kind of reuse is a `Stack`, and nothing is looked up.
+        Its kind of reuse is a `Stack`.
     names : sequence of str
         Arguments of the model's `forward`.
     own : sequence of pairs
         Modules, and the `forward` that may stand in front of each.
+    guarded : bool
+        Whether only forwards that a guard leaves to the blocks are run: others are looked up.
     """
 
     def __init__(
         self, host: nn.Module, parts: Parts, engine: Engine, names: Sequence[str],
-        own: Sequence[tuple[nn.Module, Callable[..., Any]]],
+        own: Sequence[tuple[nn.Module, Callable[..., Any]]], *, guarded: bool = False,
     ) -> None:  # fmt: skip
+        self._guarded = guarded
         stack = engine.reuse
         assert isinstance(stack, Stack)
         self._embeddings, self._pooler, self._output = parts.embeddings, parts.pooler, parts.output
@@ -77,6 +80,8 @@ class WholeModel:
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output; None: this forward goes the hooked way; or the plan that it follows there."""
         forward, given = self._engine.current.forward, None
+        if self._guarded and (forward is None or not forward.left):
+            return None
         if forward is not None and not forward.is_plain:
             return None
         try:
