@@ -164,18 +164,20 @@ class LinearChoice:
         output = forward(*args, **kwargs)
         if has_loss(output):
             return output
-        mask = mask_in(given)
+        mask, serving = mask_in(given), self.state is State.SERVING
+        if mask is not None and not serving:
+            self.account.record(int(mask.count_nonzero()), len(mask), perf_counter() - start, reused=False)
+        account = None if serving else self._payer
+        if account is None and not serving and len(self._waiting) == WAITING:
+            return output
+        start = perf_counter()
         part = self._part_of(forward, inputs, mask, given.get("input_ids"))
-        if self.state is State.SERVING:
+        if serving:
             self._compare(part, rounded=self._read(output, mask))
             return output
-        if mask is not None:
-            self.account.record(int(mask.count_nonzero()), len(mask), perf_counter() - start, reused=False)
-        account = self._payer
         if account is None:
             self._waiting.append(part)
             return output
-        start = perf_counter()
         # With records beside, the output may come from some of them.
         self._compare(part, exact=None if self._rows is not None else self._read(output, mask))
         account.spend(perf_counter() - start)

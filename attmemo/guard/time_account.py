@@ -20,7 +20,7 @@ SHARE: Final = 0.01
 GIVEN: Final = 32.0
 """Requests without reuse whose time the account begins with. It holds no more: so much is lost where a stream
 changes."""
-AHEAD: Final = 500.0
+AHEAD: Final = 100.0
 """The account lends what records would save of so many requests, if the guard let all serve whose changes are known.
 A certificate for 1 % takes 318 verifications, each more than half of a request's time."""
 SAVED: Final = 0.5
