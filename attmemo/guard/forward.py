@@ -300,19 +300,15 @@ class Guarded:
             repeated = given.count(Evidence.SAME)
             self._engine.counters.answered(len(given) - repeated, repeated)
 
-    def pay(self, most: int | None = None, *, wait: bool = True) -> None:
+    def pay(self, most: int | None = None) -> None:
         """Verify answers that are owed. One that cannot be verified any more is forgotten.
 
         Parameters
         ----------
         most : int, optional
             So many at most; by default all.
-        wait : bool
-            Whether to wait for another thread that verifies some. If not, nothing is done meanwhile.
         """
-        with self._paying.held(wait) as mine:
-            if not mine:
-                return
+        with self._paying:
             observed = Observed()  # these rows are of other requests
             try:
                 for batch in batches(self.debts.take(len(self.debts) if most is None else most), self._pad):

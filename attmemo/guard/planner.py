@@ -11,7 +11,6 @@ import numpy as np
 from attmemo.forward.context import Forward
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
-from attmemo.forward.stats import Skip
 from attmemo.guard.guard import AT_ONCE, Guard
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
@@ -168,13 +167,6 @@ class GuardedPlanner(RowPlanner):
         }
         admits = whole and self._store is not None and self._store.admit(len(whole))
         return plan_of(layer, spans, asked, found, served, admitted if admits else {}, beside)
-
-    def reason_to_leave(self, tokens: int, seconds_per_row: float | None) -> Skip | None:
-        """Return why a forward of so many tokens is left to the blocks; None: it is looked up."""
-        if not self.gate.ask(seconds_per_row):
-            self.gate.leave()
-            return "lookup_does_not_pay"
-        return None if self.times.ask(tokens) else "records_do_not_pay"
 
     def _pays(self, tokens: int) -> bool:
         return self.times.ask(tokens)

@@ -60,8 +60,7 @@ class _Size:
     """Forwards of about as many tokens."""
 
     whole: _Times = field(default_factory=_Times)  # seconds a token, without reuse
-    forwards: int = 0  # in all
-    since: int = 0  # the last one without reuse
+    since: int = 0  # forwards since the last one without reuse
 
     @property
     def is_known(self) -> bool:
@@ -133,7 +132,6 @@ class TimeAccount:
             size = self._size_or_none(tokens) or self._sizes.setdefault(tokens, _Size())
             if len(self._seen) < _MOST_SEEN:
                 self._seen[tokens] = size
-            size.forwards += 1
             size.since = size.since + 1 if reused else 0
             if reused:
                 self._asked += 1

@@ -124,15 +124,19 @@ class RowPlanner(Whole):
             counters.skip("no_records", batch)
             return None
         seconds_per_row = counters.done.seconds_per_row
-        if not self.gate.ask(seconds_per_row):
-            self.gate.leave()
-            counters.skip("lookup_does_not_pay", batch)
-            return None
-        if not self._pays(sum(spans.lengths)):
-            counters.skip("records_do_not_pay", batch)
+        why = self.reason_to_leave(sum(spans.lengths), seconds_per_row)
+        if why is not None:
+            counters.skip(why, batch)
             return None
         lengths = np.asarray(spans.lengths, np.int64)
         return Asked.of(tokens, lengths, seconds_per_row)
+
+    def reason_to_leave(self, tokens: int, seconds_per_row: float | None) -> Skip | None:
+        """Return why a forward of so many tokens is left to the blocks, and note it; None: it is looked up."""
+        if not self.gate.ask(seconds_per_row):
+            self.gate.leave()
+            return "lookup_does_not_pay"
+        return None if self._pays(tokens) else "records_do_not_pay"
 
     def _pays(self, tokens: int) -> bool:
         """Whether forwards of so many tokens take no longer with records than without. Changes nothing."""

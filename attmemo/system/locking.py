@@ -54,17 +54,6 @@ class ThreadLock:
         with suppress(RuntimeError):  # this thread forked inside of the statement: the child's lock is another one
             self._lock.release()
 
-    @contextmanager
-    def held(self, wait: bool) -> Iterator[bool]:
-        """While inside, hold the lock; without `wait`, only if it is free. Yields whether it is held."""
-        if not self._lock.acquire(blocking=wait):
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            self.__exit__()
-
     def renew(self) -> None:
         """Free the lock, whatever thread holds it."""
         self._lock = threading.Lock()
