@@ -4,8 +4,9 @@
     python scripts/bench_workloads.py ../shared docs/workloads.json "log HDFS" rerank  # some; the others stay
     python scripts/bench_workloads.py ../shared docs/workloads.json --page docs/workloads.md  # only the page's table
 
-A process is stopped while it is not its turn: what a guard or a filler does beside requests, it does beside its own,
-as if these came without a pause; nothing is verified in idle times. So everything is in the times that a way costs.
+A process is stopped while it is not its turn: what a guard or a filler does beside requests, it does beside its own.
+At full load requests come without a pause, and nothing is done in idle times: everything is in the times that a way
+costs. At half load each request is followed by a pause as long as an exact one takes, for exact ones too.
 Times are whole calls of the model on token ids; answers are compared with the exact ones, request by request.
 """
 
@@ -20,18 +21,22 @@ import statistics
 import subprocess
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from marked import replace_measured
 from workloads import WORKLOADS, Workload, sign
 
 WAYS: dict[str, dict[str, Any]] = {
-    "exact": {},
+    "exact": {}, "exact again": {},
     "int8": {"linear": "int8"},
     "rows": {"budget": 0.01, "database": ":memory:", "linear": "exact"},
     "budget": {"budget": 0.01},
+    "exact at half load": {},
+    "rows at half load": {"budget": 0.01, "database": ":memory:", "linear": "exact"},
+    "budget at half load": {"budget": 0.01},
 }
+HALF = " at half load"
 TURN = 1.0
 """Seconds of exact requests, about, that a way answers before it is another one's turn."""
 HALVES = ("first half", "second half")
@@ -45,7 +50,8 @@ def serve(pipe: Connection, way: str, stream: str, shared: Path, threads: int) -
     from attmemo import memoize
     from attmemo.guard import idle
 
-    vars(idle)["QUIET"] = 1e9
+    if HALF not in way:
+        vars(idle)["QUIET"] = 1e9
     torch.set_num_threads(threads)
     workload = WORKLOADS[stream](shared / "data")
     folder = shared / "models" / workload.model
@@ -89,6 +95,7 @@ class Way:
     def __init__(self, name: str, stream: str, shared: Path, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self._pauses = HALF in name
         self._process = context.Process(target=serve, args=(theirs, name, stream, shared, threads), daemon=True)
         self._process.start()
         theirs.close()
@@ -101,14 +108,15 @@ class Way:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
-    def ask(self, numbers: range) -> None:
-        """Let it answer some requests, one behind the other."""
+    def ask(self, numbers: range, pause: float) -> None:
+        """Let it answer some requests, one behind the other; at half load with a pause, in seconds."""
         self._signal(signal.SIGCONT)
         for number in numbers:
             self._pipe.send(number)
             seconds, answers = self._pipe.recv()
             self.seconds.append(seconds)
             self.answers.append(answers)
+            sleep(pause if self._pauses else 0.0)
         self._signal(signal.SIGSTOP)
 
     def end(self) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[st
     while done < count:
         turn = range(done, min(done + each, count))
         for name in ways if done % 2 else ways[::-1]:
-            running[name].ask(turn)
+            running[name].ask(turn, statistics.median(exact.seconds or [0.03]))
         done = turn.stop
         each = max(4, round(TURN / statistics.median(exact.seconds))) | 1  # odd: ways take turns in beginning, too
     parts = dict(zip(HALVES, (slice(0, count // 2), slice(count // 2, count)), strict=True))
@@ -137,8 +145,9 @@ def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[st
     for name, way in running.items():
         pairs = [pair for own, other in zip(way.answers, exact.answers, strict=True)
                  for pair in zip(own, other, strict=True)]  # fmt: skip
+        base = running["exact" + HALF] if HALF in name else exact
         found[name] = way.end() | {
-            "over exact": {part: sum(way.seconds[own]) / sum(exact.seconds[own]) for part, own in parts.items()},
+            "over exact": {part: sum(way.seconds[own]) / sum(base.seconds[own]) for part, own in parts.items()},
             "ms": 1e3 * statistics.median(way.seconds),
             "changed": sum(one != other for one, other in pairs) / len(pairs),
             "answers": len(pairs),

@@ -134,6 +134,10 @@ class Certificate:
         highest, found = self.highest, list[bool]()
         c, budget = self.counts, self.budget
         most, lowest = budget * EARNINGS, c.lowest
+        if not any(wanted) and not any(repeated):  # one by one they would come to the same
+            c.requests += sum(times)
+            c.lost += max(budget * c.requests - min(c.charged, c.served * lowest) - c.lost - most, 0.0)
+            return [False] * len(times)
         for count, want, same in zip(times, wanted, repeated, strict=True):
             saved = budget * c.requests - min(c.charged, c.served * lowest) - c.lost
             serves = want and saved + count * budget >= count * highest

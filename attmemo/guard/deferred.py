@@ -1,23 +1,23 @@
-"""Answers that were served from records and are verified afterwards: what is owed.
+"""Comparisons that wait until no request runs.
 
-The arguments of the model are kept for each such sequence, and the answer that was given. To pay is to run the model
-on these arguments without records, and to compare. Debts are in memory only: at the end of the process what is left
-is forgotten, and nothing is lost but samples.
+Parts of forwards are kept, with what is to be done about them: answers from records are compared with exact ones, or
+the other way, or answers in 8 bits. They are in memory only: at the end of the process what is left is forgotten, and
+nothing is lost but samples.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
-from attmemo.guard.answers import Answer
-from attmemo.guard.guard import Guard
-from attmemo.kernels.changes import Changes
+from attmemo.forward.batch_slices import take
+from attmemo.guard.idle import Idle
 from attmemo.system.locking import ThreadLock
 
 Model = Callable[..., Any]
@@ -25,156 +25,161 @@ Model = Callable[..., Any]
 Inputs = tuple[Any, Any]
 """Positional arguments and those by name."""
 
-MOST: Final = 64
-"""Answers that may be owed. They are few, for their arguments stay in memory."""
-_IDS: Final = "input_ids"
+MOST: Final = 256
+"""Sequences that may wait: their arguments stay in memory. At most half of them wait to be learned from: answers that
+were given and are to be verified have room left."""
+AT_ONCE: Final = 4
+"""Sequences of a part at most: a request that comes meanwhile shares the cores with no more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Debt:
-    """One answer that was served from a record."""
+class Part:
+    """Some sequences of a forward, and what is to be done about them.
+
+    `compare` takes a part: this one, or one with some of its sequences.
+    """
 
     forward: Model
-    inputs: Inputs  # for this sequence alone
-    mask: Tensor | None  # [1, L]
-    answer: Answer  # alone
-    changes: Changes
-    evidence: int
-    epoch: int  # of the guard, when it decided
-    guard: Guard
+    inputs: Inputs  # for these sequences alone
+    mask: Tensor | None  # [b, L]
+    places: Sequence[int]  # of these sequences in the batch
     stamp: object  # of the model (`stamp_of`)
+    compare: Callable[[Part], None]
     process: int = field(default_factory=os.getpid)
 
-
-class Debts:
-    """What one model owes, oldest first."""
-
-    def __init__(self) -> None:
-        self._debts: deque[Debt] = deque()
-        self._lock = ThreadLock()
-
-    def __len__(self) -> int:
-        return len(self._debts)
-
-    @property
-    def room(self) -> int:
-        """Answers that may be owed beside those that are."""
-        return MOST - len(self._debts)
-
-    def add(self, debt: Debt) -> None:
-        """Owe one more."""
-        with self._lock:
-            self._debts.append(debt)
-
-    def take(self, most: int) -> list[Debt]:
-        """The oldest debts, to be paid now.
-
-        Those that a forked child found are its parent's: they are forgotten.
-
-        Parameters
-        ----------
-        most : int
-            So many at most.
-        """
-        with self._lock:
-            taken = [self._debts.popleft() for _ in range(min(most, len(self._debts)))]
-        return [debt for debt in taken if debt.process == os.getpid()]
-
-    def forget(self) -> None:
-        """Owe nothing any more."""
-        with self._lock:
-            self._debts.clear()
+    def some(self, first: int, stop: int) -> Part:
+        """Return a part with some of its sequences."""
+        chosen, batch = torch.arange(first, min(stop, len(self.places))), len(self.places)
+        mask = None if self.mask is None else self.mask[chosen]
+        return replace(self, inputs=take(self.inputs, chosen, batch), mask=mask, places=self.places[first:stop])
 
 
-def stamp_of(model: nn.Module) -> object:
-    """What changes when a model's weights do, or when it begins to train; None while it trains."""
-    if model.training:
-        return None
-    weights = (*model.parameters(), *model.buffers())
-    return [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Debts that one forward pays."""
-
-    debts: list[Debt]
-    inputs: Inputs
-    mask: Tensor | None
-
-
-def batches(debts: Sequence[Debt], pad: int | None) -> list[Batch]:
-    """Debts, grouped by what one forward can compute.
+class Deferred:
+    """The parts of one model's forwards that wait, oldest first, and the thread that takes them.
 
     Parameters
     ----------
-    debts : sequence of Debt
-    pad : int or None
-        The id of padding, which shorter sequences get on the right; None: only sequences of one padded length are
-        computed together.
+    model : nn.Module or None
+        A part is left out once this model's weights have changed. None: nothing may wait.
     """
-    groups: list[list[Debt]] = []
-    for debt in debts:
-        group = next((one for one in groups if _joined_or_none([one[0], debt], pad) is not None), None)
-        if group is None:
-            groups.append([debt])
-        else:
-            group.append(debt)
-    found = []
-    for group in groups:
-        joined = _joined_or_none(group, pad) if len(group) > 1 else None
-        if joined is None:
-            found += [Batch([debt], debt.inputs, debt.mask) for debt in group]
-        else:
-            found.append(Batch(group, joined[:2], joined[2]))
-    return found
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model
+        self._hooks = [] if model is None else [
+            hooks for one in model.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks)
+        ]  # fmt: skip
+        self._stamp = Stamp(model)
+        self._parts: deque[Part] = deque()
+        self._sequences = 0
+        self._lock, self._paying = ThreadLock(), ThreadLock()
+        self.idle = Idle(self._compare_one)
+
+    def __len__(self) -> int:
+        """Sequences that wait."""
+        return self._sequences
+
+    @property
+    def room(self) -> int:
+        """Sequences that may wait beside those that do.
+
+        Hooks of the user must not be called at other times, with other inputs: with one of them there is no room.
+        """
+        return 0 if self.model is None or any(self._hooks) else max(MOST - self._sequences, 0)
+
+    @property
+    def spare(self) -> int:
+        """Sequences that may wait to be learned from."""
+        return max(self.room - MOST // 2, 0)
+
+    def add(
+        self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
+        compare: Callable[[Part], None],
+    ) -> None:  # fmt: skip
+        """Have these sequences of a batch compared later, some at a time."""
+        stamp = self._stamp.now() if self.model is not None and places else None
+        if stamp is not None:
+            chosen = torch.tensor(places)
+            own = take(inputs, chosen, batch), None if mask is None else mask[chosen]
+            with self._lock:
+                self._parts.append(Part(forward, *own, places, stamp, compare))
+                self._sequences += len(places)
+
+    def compare_all(self) -> None:
+        """Compare what waits now."""
+        for part in self._taken(self._sequences):
+            self._compare(part)
+
+    def forget(self) -> None:
+        """Let nothing wait any more."""
+        with self._lock:
+            self._parts.clear()
+            self._sequences = 0
+
+    def close(self) -> None:
+        """Let nothing wait, and end the thread."""
+        self.forget()
+        self.idle.close()
+
+    def began(self) -> None:
+        """A request begins."""
+        self.idle.began()
+
+    def ended(self) -> None:
+        """A request has ended."""
+        self.idle.ended()
+        if self._parts:
+            self.idle.wake()
+
+    def _taken(self, most: int) -> Iterator[Part]:
+        """The oldest parts. Those that a forked child found are its parent's: they are forgotten."""
+        for _ in range(most):
+            with self._lock:
+                if not self._parts:
+                    return
+                part = self._parts.popleft()
+                if len(part.places) > AT_ONCE:
+                    self._parts.appendleft(part.some(AT_ONCE, len(part.places)))
+                    part = part.some(0, AT_ONCE)
+                self._sequences -= len(part.places)
+            if part.process == os.getpid():
+                yield part
+
+    def _compare_one(self) -> bool:
+        """Take one part, in the thread for idle times; whether there are more."""
+        for part in self._taken(1):
+            self._compare(part)
+        return bool(self._parts)
+
+    def _compare(self, part: Part) -> None:
+        with self._paying:
+            if self.is_current(part):
+                part.compare(part)
+
+    def is_current(self, part: Part) -> bool:
+        """Whether the model is as it was when the part came."""
+        return part.stamp == self._stamp.anew()
 
 
-def _joined_or_none(debts: Sequence[Debt], pad: int | None) -> tuple[Any, Any, Tensor] | None:
-    """Arguments and mask of one forward for all of these; None: there is no such forward."""
-    first, lengths = debts[0], [0 if debt.mask is None else int(debt.mask.shape[1]) for debt in debts]
-    if any(debt.mask is None or debt.forward != first.forward for debt in debts):
-        return None
-    if pad is None and len(set(lengths)) > 1:
-        return None
-    try:
-        args, kwargs = _joined([debt.inputs for debt in debts], lengths, pad or 0)
-        mask = _stacked([debt.mask for debt in debts], lengths, 0)
-    except Exception:  # of another form, or values that cannot be compared: they are computed one by one
-        return None
-    return args, kwargs, mask
+class Stamp:
+    """What changes when a model's weights do, or when it begins to train; None while it trains.
 
-
-def _joined(values: Sequence[Any], lengths: Sequence[int], pad: int, name: str | None = None) -> Any:
-    """One argument for all sequences, of these padded lengths. ValueError: they make no batch.
-
-    Ids get the id of padding; types, positions and masks get 0: behind a mask of 0 nothing reads them. An argument
-    without a name may be either: it gets no padding.
+    To find all weights takes a third of a millisecond, so those that were found last are asked. A weight that was
+    replaced since makes one stamp wrong: it is like none that is found anew.
     """
-    first = values[0]
-    if any(type(value) is not type(first) for value in values):
-        raise ValueError("different types")
-    if isinstance(first, Tensor):
-        if name is None and len(set(lengths)) > 1:
-            raise ValueError("it is not known what this is")
-        return _stacked(values, lengths, pad if name == _IDS else 0)
-    if isinstance(first, Mapping):
-        if any(value.keys() != first.keys() for value in values):
-            raise ValueError("different names")
-        return {key: _joined([value[key] for value in values], lengths, pad, key) for key in first}
-    if type(first) in (tuple, list):
-        return type(first)(_joined(part, lengths, pad, name) for part in zip(*values, strict=True))
-    if any(value is not first and value != first for value in values):
-        raise ValueError("different values")
-    return first
 
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model
+        self._weights: tuple[Tensor, ...] = ()
+        self.anew()
 
-def _stacked(tensors: Sequence[Any], lengths: Sequence[int], pad: int) -> Tensor:
-    if any(tuple(one.shape) != (1, length) for one, length in zip(tensors, lengths, strict=True)):
-        raise ValueError("not a number for each token")
-    if any(one.dtype != tensors[0].dtype or one.is_floating_point() for one in tensors):
-        raise ValueError("no whole numbers")
-    found: Tensor = tensors[0].new_full((len(tensors), max(lengths)), pad)
-    for row, one in zip(found, tensors, strict=True):
-        row[: one.shape[1]] = one[0]
-    return found
+    def now(self) -> object:
+        """Return the stamp, by the weights that were found last."""
+        if self._model is None or self._model.training:
+            return None
+        return [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in self._weights]
+
+    def anew(self) -> object:
+        """Return the stamp, by the weights that the model has now."""
+        if self._model is not None:
+            self._weights = (*self._model.parameters(), *self._model.buffers())
+        return self.now()

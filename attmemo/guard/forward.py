@@ -7,7 +7,8 @@
       served, below the margin ─► again, whole; the last answers are given
       to be verified           ─► the blocks computed them from records too: the rest of the model runs on those, and
                                   the answers are compared, not given
-      served, to be verified   ─► owed: verified while no request runs
+      served, to be verified   ─► owed: computed exactly while no request runs
+      exact, no record tried   ─► learned from: computed from records, or for records, while no request runs
 
 The model is run again as it is, head and all, on some sequences of its own arguments: so any head can be guarded, and
 what is verified is what would be served. Answers that are pooled from what the blocks gave need no second run. A
@@ -17,39 +18,49 @@ verification that fails costs time, never an answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attmemo.forward.batch_slices import has_loss, mask_in, put, shallow, take
-from attmemo.forward.context import Forward, Outcome
+from attmemo.forward.context import NOTHING, Forward, Outcome
 from attmemo.forward.engine import Engine
 from attmemo.forward.row_usage import Observed
 from attmemo.guard.answers import Answer, Answers, Read
 from attmemo.guard.confidence import Sureness
-from attmemo.guard.deferred import Batch, Debt, Debts, Model, batches, stamp_of
+from attmemo.guard.deferred import Deferred, Inputs, Model, Part
 from attmemo.guard.guard import Guard
-from attmemo.guard.idle import Idle
 from attmemo.guard.planner import Asking, GuardedPlanner
 from attmemo.guard.verdict import Verdict
+from attmemo.kernels.changes import Changes
 from attmemo.kernels.plan import Evidence
 from attmemo.rows.candidate import Offer
 from attmemo.rows.live_store import GrowingRows
-from attmemo.system.locking import ThreadLock
 
 _LOG = logging.getLogger("attmemo")
 
 BOTH_WAYS: Final = 32
 """Batches whose pooled answers are verified by a run of the model too: so many at first, one in so many later."""
+STORED: Final = 1.0
+"""Seconds that work for idle times waits for its records to be stored."""
 FAILS: Final = 3
 """Verifications that fail, one behind the other, before there is an alarm."""
-AT_ONCE: Final = 4
-"""Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """An answer that is compared later."""
+
+    answer: Answer  # alone
+    changes: Changes
+    evidence: int
 
 
 class Guarded:
@@ -66,41 +77,20 @@ class Guarded:
         Keeps what was computed exactly.
     sureness : Sureness
         That of the planner.
+    deferred : Deferred
+        What is compared while no request runs.
     """
 
     def __init__(
         self, guard: Guard, answers: Answers, planner: GuardedPlanner, engine: Engine, store: GrowingRows | None,
-        sureness: Sureness,
+        sureness: Sureness, deferred: Deferred,
     ) -> None:  # fmt: skip
         self.guard, self.answers, self.planner = guard, answers, planner
         self._engine, self._store, self.sureness = engine, store, sureness
         self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
-        self.debts, self.idle = Debts(), Idle(self._pay_some)
+        self.deferred = deferred
         self.rows_afterwards = 0  # computed to verify answers afterwards
-        self._paying = ThreadLock()
         self._fails = 0  # verifications that failed, one behind the other
-        self._model: nn.Module | None = None
-        self._pad: int | None = None
-        self._hooks: list[Any] = []
-
-    def watch(self, model: nn.Module, pad: int | None) -> None:
-        """Owe answers of this model from now on. Without it none is owed.
-
-        Parameters
-        ----------
-        model : nn.Module
-            Whose forward is called, head and all.
-        pad : int or None
-            The id of padding; None: there is none.
-        """
-        self._model = model
-        self._pad = None if callable(self.answers.rule) else pad  # a rule of the caller's own may read padding
-        self._hooks = [hooks for one in model.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-
-    @property
-    def _room(self) -> int:
-        """Answers that may be owed. Hooks of the user must not be called at other times, with other inputs."""
-        return 0 if self._model is None or any(self._hooks) else self.debts.room
 
     def __call__(
         self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -109,7 +99,7 @@ class Guarded:
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("labels") is not None:  # a loss is one number for a batch: no part of it can be computed again
             return forward(*args, **kwargs)
-        self.idle.began()
+        self.deferred.began()
         try:
             mask, running = mask_in(given), self._engine.current.forward
             if mask is not None and mask.dim() == 2 and running is None:
@@ -118,18 +108,22 @@ class Guarded:
                 why = self.planner.reason_to_leave(tokens, counters.done.seconds_per_row)
                 if why is not None:
                     counters.skip(why, len(mask))
-                    return self._left(forward, args, kwargs, tokens, len(mask))
+                    return self._left(forward, args, kwargs, tokens, mask, why == "records_do_not_pay")
             return self._guarded(forward, given, args, kwargs)
         finally:
-            self.idle.ended()
-            if self.debts:
-                self.idle.wake()
+            self.deferred.ended()
 
-    def _left(self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, batch: int) -> Any:
-        """The output of a forward that is looked up nowhere."""
-        start = perf_counter()
+    def _left(
+        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, mask: Tensor, may_learn: bool
+    ) -> Any:
+        """The output of a forward that is looked up nowhere; `may_learn`: it may be tried while no request runs."""
+        start, batch = perf_counter(), len(mask)
+        learns = may_learn and self.guard.learns and not self.guard.stands and self.deferred.spare >= batch
+        inputs = shallow((args, kwargs)) if learns else ((), {})
         with self._engine.open(left=True):
             output = forward(*args, **kwargs)
+        if learns:
+            self._learn_later(forward, inputs, output, mask, range(batch))
         seconds = perf_counter() - start
         if self._store is not None:
             self._store.took(seconds)
@@ -142,7 +136,7 @@ class Guarded:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
         start = perf_counter()
-        asking = Asking(self._room)
+        asking = Asking(self.deferred.room, self.deferred.spare)
         with self._engine.open(asking=asking) as opened:
             try:
                 output = forward(*args, **kwargs)
@@ -192,6 +186,10 @@ class Guarded:
             return self._whole(forward, inputs, output, asking)
         try:
             self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
+            if mask is not None and not self.planner.learns_at_once(asking) and self.guard.learns:
+                left = [place for place, one in enumerate(asking.verdicts)
+                        if one is Verdict.LEAVE or (one is None and place not in done.offers)]  # fmt: skip
+                self._learn_later(forward, inputs, output, mask, left, seen)
         except Exception as error:
             self._unverified(error)
         return output
@@ -205,7 +203,15 @@ class Guarded:
             return output
         margins = self.sureness.margins(seen, asking.plan.record)
         low = self._low(margins, asking, served)
-        self._owe(forward, inputs, mask, seen, margins, asking, low)
+        owed = {
+            place: Owed(
+                Answer(seen, place, known(margins[place])).alone, asking.changes(place), asking.evidence(place)
+            )
+            for place in asking.where(Verdict.OWE) if place not in low
+        }  # fmt: skip
+        if owed:
+            compare = partial(self._compare_owed, owed, self.guard, asking.epoch)
+            self._defer(forward, inputs, mask, list(owed), asking.batch, compare)
         if not low:
             return output
         places = sorted(low)
@@ -227,26 +233,33 @@ class Guarded:
         low = (margins < least) & (evidence != Evidence.SAME)
         return {place for place in np.flatnonzero(low).tolist() if place in places}
 
-    def _owe(
-        self, forward: Model, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read,
-        margins: np.ndarray[Any, Any], asking: Asking, low: set[int],
+    def _learn_later(
+        self, forward: Model, inputs: Inputs, output: Any, mask: Tensor, places: Sequence[int],
+        seen: Read | None = None,
     ) -> None:  # fmt: skip
-        """Have answers from records verified afterwards; those in `low` are computed exactly after all."""
-        places = asking.where(Verdict.OWE)
-        stamp = self._stamp() if places else None
-        for place in places:
-            if stamp is None or place in low:
-                continue
-            one = torch.tensor([place])
-            self.debts.add(Debt(
-                forward, take(inputs, one, asking.batch), None if mask is None else mask[one],
-                Answer(seen, place, known(margins[place])).alone, asking.changes(place), asking.evidence(place),
-                asking.epoch, self.guard, stamp,
-            ))  # fmt: skip
+        """Have records tried, and made, of sequences that were answered exactly; `seen`: the answers, if known."""
+        if has_loss(output):
+            return
+        try:
+            seen = seen or self.answers.read(output, mask)
+        except Exception as error:
+            self._failed("an answer could not be read", error)
+            return
+        self._defer(forward, inputs, mask, places, len(mask), partial(self._learn, seen, self.guard))
 
-    def _stamp(self) -> object:
-        """That of the model; None: nothing can be owed."""
-        return None if self._model is None else stamp_of(self._model)
+    def _defer(
+        self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
+        compare: Callable[[Part], None],
+    ) -> None:  # fmt: skip
+        """Have these sequences compared while no request runs; what fails then is counted."""
+
+        def afterwards(part: Part) -> None:
+            try:
+                compare(part)
+            except Exception as error:
+                self._unverified(error)
+
+        self.deferred.add(forward, inputs, mask, places, batch, afterwards)
 
     def _offer(self, offers: Mapping[int, Offer], asking: Asking, seconds: float) -> None:
         """Have sequences kept, those that a record could have served only while there is room for them.
@@ -300,58 +313,57 @@ class Guarded:
             repeated = given.count(Evidence.SAME)
             self._engine.counters.answered(len(given) - repeated, repeated)
 
-    def pay(self, most: int | None = None) -> None:
-        """Verify answers that are owed. One that cannot be verified any more is forgotten.
-
-        Parameters
-        ----------
-        most : int, optional
-            So many at most; by default all.
-        """
-        with self._paying:
-            observed = Observed()  # these rows are of other requests
-            try:
-                for batch in batches(self.debts.take(len(self.debts) if most is None else most), self._pad):
-                    self._pay(batch, observed)
-            except Exception as error:
-                self._unverified(error)
-            finally:
-                self.rows_afterwards += observed.extra
-
-    def _pay(self, batch: Batch, observed: Observed) -> None:
-        """Compare answers that were given with the exact ones, if the model is the same as it was."""
-        debts, stamp = batch.debts, self._stamp()
-        if any(debt.guard is not self.guard or debt.stamp != stamp for debt in debts):
+    def _compare_owed(self, owed: Mapping[int, Owed], guard: Guard, epoch: int, part: Part) -> None:
+        """Compare answers that were given from records with the exact ones."""
+        found, _ = self._again(Asking(), guard, part)
+        if found is None:
             return
-        args, kwargs = shallow(batch.inputs)
-        asking = Asking()
-        with torch.no_grad(), self._replay(asking, observed=observed):
-            output = debts[0].forward(*args, **kwargs)
-        if not asking.planned or asking.twice or stamp != self._stamp():
-            return
-        exact = self.answers.read(output, batch.mask)
-        for number, debt in enumerate(debts):
-            changed = self.answers.differ(debt.answer.read, debt.answer.number, exact, number)
-            if debt.guard.compared(
-                Verdict.OWE, debt.changes, debt.evidence, debt.answer.margin, changed, debt.epoch
-            ):
+        for number, place in enumerate(part.places):
+            one = owed[place]
+            changed = self.answers.differ(one.answer.read, one.answer.number, found, number)
+            if guard.compared(Verdict.OWE, one.changes, one.evidence, one.answer.margin, changed, epoch):
                 self._tell_alarm()
         self._fails = 0
 
-    def _pay_some(self) -> bool:
-        """Verify some of the answers that are owed, in the thread for idle times; whether there are more."""
-        self.pay(AT_ONCE)
-        return bool(self.debts)
+    def _learn(self, seen: Read, guard: Guard, part: Part) -> None:
+        """Compare answers from records with those that were given, `seen`, which are exact; make records of others."""
+        asking = Asking(tries=True)
+        found, done = self._again(asking, guard, part)
+        if found is None or asking.plan is None:
+            return
+        self.sureness.note(found, done.offers)
+        if self._store is not None:
+            self._store.keep(list(done.offers.values()), STORED)
+        stood, margins = guard.stands, self.sureness.margins(found, asking.plan.record)
+        for number in sorted(done.served):
+            verdict, changed = asking.verdicts[number], self.answers.differ(found, number, seen, part.places[number])
+            assert verdict is not None
+            if guard.compared(
+                verdict, asking.changes(number), asking.evidence(number), known(margins[number]), changed, asking.epoch
+            ):
+                self._tell_alarm()
+        self._fails = 0
+        if guard.stands and not stood:
+            self.planner.times.try_again()
+
+    def _again(self, asking: Asking, guard: Guard, part: Part) -> tuple[Read | None, Outcome]:
+        """Run a part of a forward again; None: that says nothing, for the model or the guard is another one by now."""
+        if guard is not self.guard:
+            return None, NOTHING
+        observed = Observed()  # these rows are of other requests
+        args, kwargs = shallow(part.inputs)
+        try:
+            with torch.no_grad(), self._replay(asking, observed=observed) as opened:
+                output = part.forward(*args, **kwargs)
+            if not asking.planned or asking.twice or not self.deferred.is_current(part):
+                return None, NOTHING
+            return self.answers.read(output, part.mask), opened.outcome
+        finally:
+            self.rows_afterwards += observed.extra
 
     def begin_anew(self, guard: Guard) -> None:
         """Ask this guard from now on."""
         self.guard = guard
-        self.debts.forget()
-
-    def close(self) -> None:
-        """Owe nothing, and end the thread for idle times."""
-        self.debts.forget()
-        self.idle.close()
 
     def _tell_alarm(self) -> None:
         _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))

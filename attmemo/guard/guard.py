@@ -12,8 +12,9 @@
         else ────────────────────────────────────────► reused. Below the margin it is computed again, exactly
     a request without a record ──────────────────────► exact
 
-What verifying may cost is not the guard's matter: a caller says how many it may verify (`attmemo.guard.time_account`).
-Beyond, only the small share is verified that is drawn anyway.
+What verifying may cost is not the guard's matter: a caller says how many it may verify at once
+(`attmemo.guard.time_account`). Beyond, only the small share is verified that is drawn anyway. While no request runs
+the records of all inputs that were answered exactly are tried (`attmemo.guard.deferred`).
 
 What is verified at once is answered exactly: that cannot change an answer, whatever the verification finds. What is
 verified afterwards was afforded like every reused answer.
@@ -39,9 +40,10 @@ from attmemo.system.locking import ThreadLock
 
 DRAWN: Final = 0.0075
 """Share of the answers to be reused that are verified, whatever was verified before."""
-AT_ONCE: Final = 32
-"""Answers of a batch that are verified at once: each takes about half the time of an exact one."""
-
+HOPE: Final = 4096
+"""Inputs without a certificate after which records are seldom tried while no request runs."""
+RARELY: Final = 1 / 16
+"""Share of the forwards that are learned from then."""
 TRIED: Final = 4
 """Records of a sequence that are looked at, the one with the fewest rows to compute first, until all that changed is
 known. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serves .02 of the lines less."""
@@ -88,6 +90,7 @@ class Guard:
         self._stands = False  # certified once, and nothing was refused for want of samples since
         self._synced: dict[str, float] | None = None  # counts of the last sync
         self._inherited: dict[str, float] = {}  # counts of the parent, in a forked child before its first sync
+        self._tried = 0  # inputs, while no request ran, since there was a certificate
         self._dirty = False
         self._since = time.time()
         self._random = random.Random(seed)
@@ -141,6 +144,10 @@ class Guard:
                 list(times.values()), [Evidence.FREELY <= kind < Evidence.SAME for kind in kinds],
                 [kind == Evidence.SAME for kind in kinds],
             )  # fmt: skip
+            if max(kinds, default=Evidence.NONE) < Evidence.UNKNOWN:
+                self._done["whole"] += len(evidence)
+                self._note_decided()
+                return [None] * len(evidence)
             decided: dict[int, Verdict | None] = {}
             certified, drawn, below, above = self.certified, self.drawn, 0.0, 0.0
             asking = [kind for kind, affordable in zip(kinds, affords, strict=True)
@@ -157,12 +164,12 @@ class Guard:
                     room -= verdict is Verdict.OWE
                     for _ in range(count if verdict is Verdict.SAMPLE else 0):
                         self.certificate.give_back()
-                elif kind >= Evidence.FREELY:
-                    below, above = below + seen, above + seen
-                    verdict = Verdict.SAMPLE if chance < seen else Verdict.LEAVE
                 elif kind >= Evidence.UNKNOWN:
-                    learns = seen if kind == Evidence.UNKNOWN else drawn
-                    verdict = Verdict.LEARN if chance < learns else Verdict.LEAVE
+                    learns = drawn if kind == Evidence.UNSURE else seen
+                    now = Verdict.LEARN if kind < Evidence.FREELY else Verdict.SAMPLE
+                    if now is Verdict.SAMPLE:
+                        below, above = below + seen, above + seen
+                    verdict = now if chance < learns else Verdict.LEAVE
                 serves = verdict is Verdict.SERVE or verdict is Verdict.OWE
                 name = "whole" if verdict is None else verdict.value
                 if serves:
@@ -172,8 +179,7 @@ class Guard:
                     self._done["whole"] += count - 1
                 decided[place] = verdict
             self.margin.request(below, above)
-            self._stands = self.certified or (self._stands and self.certificate.affords())
-            self._dirty = True
+            self._note_decided()
             if firsts is None or len(times) == len(evidence):
                 return list(decided.values())
             later = {Verdict.SERVE: Verdict.SERVE, Verdict.OWE: Verdict.SERVE}
@@ -181,6 +187,22 @@ class Guard:
                 decided[first] if first == place else later.get(decided[first])  # type: ignore[arg-type]
                 for place, first in enumerate(firsts)
             ]
+
+    def try_all(self, evidence: Sequence[int]) -> list[Verdict | None]:
+        """Return what is verified of inputs that were answered exactly; None: there is no record to try."""
+        with self._lock:
+            known = 0 if self.equal_only else sum(Evidence.FREELY <= kind < Evidence.SAME for kind in evidence)
+            self.margin.request(known, known)
+            self._tried += len(evidence)
+        if self.equal_only:
+            return [None] * len(evidence)
+        kinds = {Evidence.UNKNOWN: Verdict.LEARN, Evidence.FREELY: Verdict.SAMPLE, Evidence.FULLY: Verdict.SAMPLE}
+        return [kinds.get(Evidence(kind)) for kind in evidence]
+
+    def _note_decided(self) -> None:
+        self._stands = self.certified or (self._stands and self.certificate.affords())
+        self._tried = 0 if self._stands else self._tried
+        self._dirty = True
 
     def is_low(self, margin: float | None, evidence: int) -> bool:
         """Return whether an answer is too near to another one to be reused."""
@@ -308,6 +330,11 @@ class Guard:
     def epoch(self) -> int:
         """How many alarms there were."""
         return self._epoch
+
+    @property
+    def learns(self) -> bool:
+        """Whether records are to be tried while no request runs: seldom where long there was no certificate."""
+        return self._tried < HOPE or self._random.random() < RARELY
 
     @property
     def stands(self) -> bool:

@@ -12,18 +12,19 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import Final
 
+from attmemo.kernels.omp_team import leave_team
 from attmemo.system.locking import ThreadLock
 
 _LOG = logging.getLogger("attmemo")
 
-QUIET: Final = 0.02
+QUIET: Final = 0.005
 """Seconds without a request after which work may begin."""
 PATIENCE: Final = 10.0
 """Seconds that a closing process waits for work that runs."""
 
 
 class Idle:
-    """Works while no request runs, at most half of the time.
+    """Works while no request runs, on one core, at most half of the time.
 
     A thread begins with the first work. A fork waits for the part of the work that is being done: a child that is
     copied from the middle of a forward may find locks of libraries held for ever. The child has its own thread.
@@ -117,6 +118,7 @@ class _Signal:
 
 
 def _run(own: weakref.ref[Idle], signal: _Signal) -> None:
+    leave_team()
     while True:
         signal.work.wait()
         idle = None if signal.closing.is_set() else own()

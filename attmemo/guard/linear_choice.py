@@ -13,12 +13,10 @@ samples at once. An input counts once.
 from __future__ import annotations
 
 import logging
-import math
 import random
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
@@ -30,10 +28,9 @@ from attmemo.forward.batch_slices import has_loss, mask_in, shallow, take
 from attmemo.forward.engine import Engine
 from attmemo.guard.answers import Answers, Read
 from attmemo.guard.certificate import Certificate
-from attmemo.guard.deferred import Model, stamp_of
-from attmemo.guard.idle import Idle
+from attmemo.guard.deferred import Deferred, Model, Part
 from attmemo.guard.planner import GuardedPlanner
-from attmemo.guard.time_account import AHEAD, TimeAccount
+from attmemo.guard.time_account import TimeAccount
 from attmemo.packed.runner import Packed
 from attmemo.packed.stack import Onlookers, Stack
 from attmemo.system.locking import ThreadLock
@@ -53,10 +50,6 @@ VERIFIED: Final = 64
 """Once 8 bits serve, one forward of so many is verified."""
 AT_ONCE: Final = 16
 """Sequences of a forward that are compared, chosen by chance."""
-PAID_BACK: Final = 500.0
-"""A proof is made at once where 8 bits save what it costs within so many requests."""
-WAITING: Final = 4
-"""Forwards of which some sequences wait to be compared while no request runs."""
 
 
 class State(Enum):
@@ -65,18 +58,6 @@ class State(Enum):
     PROVING = "proving"
     SERVING = "int8"
     EXACT = "exact"
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some sequences of a forward, that are to be compared."""
-
-    forward: Model
-    inputs: tuple[Any, Any]
-    mask: Tensor | None
-    ids: Any
-    places: list[int]  # in the batch
-    stamp: object = None  # of the model
 
 
 class LinearChoice:
@@ -96,15 +77,18 @@ class LinearChoice:
         How many times as long exact forwards take.
     served : callable
         Called once, before 8-bit layers serve.
+    deferred : Deferred
+        What is compared while no request runs.
     rows : GuardedPlanner, optional
-        Serves rows of records beside. What these have saved pays for the proof, too.
+        Serves rows of records beside. Its account pays for the proof, too.
     always : bool
         Whether every forward is compared, whatever that costs.
     """
 
     def __init__(
-        self, budget: float, confidence: float, answers: Answers, engine: Engine, rounded: Packed, speed: float, *,
-        served: Callable[[], None] | None = None, rows: GuardedPlanner | None = None, always: bool = False,
+        self, budget: float, confidence: float, answers: Answers, engine: Engine, rounded: Packed, speed: float,
+        deferred: Deferred, *, served: Callable[[], None] | None = None, rows: GuardedPlanner | None = None,
+        always: bool = False,
     ) -> None:  # fmt: skip
         stack = engine.reuse
         assert isinstance(stack, Stack)
@@ -112,24 +96,22 @@ class LinearChoice:
         self._engine, self._answers, self.speed = engine, answers, speed
         self._served, self._rows = served, rows
         self.certificate = Certificate(budget, confidence)
-        self.account = TimeAccount(always, lends=_lent(budget, confidence, speed))
+        self._account = TimeAccount(always)
         self.state, self._why = State.PROVING, ""
         self._stale = False  # whether 8-bit layers made the records: exact ones must not read them
         self._seen: set[int] = set()  # hashes of inputs
         self._onlookers: Onlookers | None = None
-        self._model: nn.Module | None = None
         self._random, self._lock = random.Random(0), ThreadLock()
-        self._waiting: deque[_Part] = deque(maxlen=WAITING)
-        self.idle = Idle(self._compare_later)
+        self.deferred = deferred
 
     def watch(self, model: nn.Module) -> None:
         """Look for hooks of torch in this model from now on: where there are some, forwards run once, and exactly."""
-        self._model, self._onlookers = model, Onlookers(list(model.modules()), [])
+        self._onlookers = Onlookers(list(model.modules()), [])
 
-    def close(self) -> None:
-        """Compare nothing any more while no request runs."""
-        self._waiting.clear()
-        self.idle.close()
+    @property
+    def account(self) -> TimeAccount:
+        """What pays for comparisons beside requests."""
+        return self._account if self._rows is None else self._rows.times
 
     def __call__(
         self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -146,13 +128,11 @@ class LinearChoice:
                 return forward(*args, **kwargs)
         if state is State.SERVING and self._random.random() >= 1 / VERIFIED:
             return forward(*args, **kwargs)
-        self.idle.began()
+        self.deferred.began()
         try:
             return self._compared(forward, given, args, kwargs)
         finally:
-            self.idle.ended()
-            if self._waiting:
-                self.idle.wake()
+            self.deferred.ended()
 
     def _compared(
         self, forward: Model, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -164,72 +144,45 @@ class LinearChoice:
         output = forward(*args, **kwargs)
         if has_loss(output):
             return output
-        mask, serving = mask_in(given), self.state is State.SERVING
-        if mask is not None and not serving:
-            self.account.record(int(mask.count_nonzero()), len(mask), perf_counter() - start, reused=False)
-        account = None if serving else self._payer
-        if account is None and not serving and len(self._waiting) == WAITING:
-            return output
-        start = perf_counter()
-        part = self._part_of(forward, inputs, mask, given.get("input_ids"))
-        if serving:
-            self._compare(part, rounded=self._read(output, mask))
-            return output
-        if account is None:
-            self._waiting.append(part)
-            return output
-        # With records beside, the output may come from some of them.
-        self._compare(part, exact=None if self._rows is not None else self._read(output, mask))
-        account.spend(perf_counter() - start)
-        return output
-
-    @property
-    def _payer(self) -> TimeAccount | None:
-        """The account that pays for a comparison now; None: none does."""
-        rows = None if self._rows is None else self._rows.times
-        if self.account.learns:
-            return self.account
-        return rows if rows is not None and rows.has_plenty else None
-
-    def _part_of(self, forward: Model, inputs: tuple[Any, Any], mask: Tensor | None, ids: Any) -> _Part:
-        """Some sequences of a batch, chosen by chance; all, if it is not known how many there are."""
+        mask, ids, serving = mask_in(given), given.get("input_ids"), self.state is State.SERVING
         sized = next((one for one in (mask, ids) if isinstance(one, Tensor) and one.dim() == 2), None)
         batch = 0 if sized is None else len(sized)
-        stamp = None if self._model is None else stamp_of(self._model)
-        if batch <= AT_ONCE:
-            return _Part(forward, inputs, mask, ids, list(range(batch)), stamp)
-        places = sorted(self._random.sample(range(batch), AT_ONCE))
-        chosen = torch.tensor(places)
-        return _Part(
-            forward, take(inputs, chosen, batch), None if mask is None else mask[chosen],
-            take(ids, chosen, batch), places, stamp,
-        )  # fmt: skip
+        if self._rows is None and mask is not None and not serving:
+            self._account.record(int(mask.count_nonzero()), batch, perf_counter() - start, reused=False)
+        now = serving or self.account.learns
+        if not batch or not (now or self.deferred.room):
+            return output
+        start = perf_counter()
+        places = sorted(self._random.sample(range(batch), AT_ONCE)) if batch > AT_ONCE else list(range(batch))
+        # With records beside, the output may come from some of them.
+        exact = None if serving or self._rows is not None else self._read(output, mask)
+        rounded = self._read(output, mask) if serving else None
+        compare = partial(self._compare, keys_of(ids, mask, places), exact, rounded)
+        if now:
+            chosen = torch.tensor(places)
+            own = None if mask is None else mask[chosen]
+            compare(Part(forward, take(inputs, chosen, batch), own, places, None, compare))
+            if not serving:
+                self.account.spend(perf_counter() - start)
+        else:
+            self.deferred.add(forward, inputs, mask, places, batch, compare)
+        return output
 
-    def _compare_later(self) -> bool:
-        """Compare what waits, in the thread for idle times; whether there is more."""
-        try:
-            part = self._waiting.popleft()
-        except IndexError:
-            return False
-        if self.state is State.PROVING and self._model is not None and part.stamp == stamp_of(self._model):
-            with torch.no_grad():
-                self._compare(part)
-        return bool(self._waiting)
-
-    def _compare(self, part: _Part, exact: Read | None = None, rounded: Read | None = None) -> None:
+    def _compare(self, keys: Mapping[int, int | None], exact: Read | None, rounded: Read | None, part: Part) -> None:
         """Compare answers of some sequences. What is given are answers of the whole batch; the rest is computed."""
+        if rounded is None and self.state is not State.PROVING:
+            return
         try:
-            expected = exact or self._beside(part, self.exact)
-            seen = rounded or self._beside(part, self.rounded)
-            count = len((expected if exact is None else seen).values)
-            own = list(range(count))
-            places = part.places or own
+            with torch.no_grad():
+                expected = exact or self._beside(part, self.exact)
+                seen = rounded or self._beside(part, self.rounded)
+            own, places = range(len(part.places)), part.places
             pairs = zip(own if rounded is None else places, own if exact is None else places, strict=True)
             changed = [self._answers.differ(seen, one, expected, other) for one, other in pairs]
         except Exception as error:
             self._failed(error)
             return
-        self._count(changed, self._new(part.ids, part.mask, len(changed)))
+        self._count(changed, [keys[place] for place in places])
 
     def _read(self, output: Any, mask: Tensor | None) -> Read | None:
         """The answers of an output; None: there are none, and nothing is compared any more."""
@@ -239,17 +192,21 @@ class LinearChoice:
             self._failed(error)
             return None
 
-    def _beside(self, part: _Part, packed: Packed) -> Read:
+    def _beside(self, part: Part, packed: Packed) -> Read:
         """The answers of some sequences in another arithmetic."""
         args, kwargs = shallow(part.inputs)
         with self._engine.open(packed=packed, whole=True, repeats=True):
             return self._answers.read(part.forward(*args, **kwargs), part.mask)
 
-    def _count(self, changed: Sequence[bool], new: Sequence[bool]) -> None:
-        """Count compared answers, and decide. An input that was counted before says nothing."""
+    def _count(self, changed: Sequence[bool], keys: Sequence[int | None]) -> None:
+        """Count compared answers of inputs with these keys, and decide. An input says nothing a second time."""
         with self._lock:
             serving, alarm = self.state is State.SERVING, False
-            for differs in (one for one, counts in zip(changed, new, strict=True) if counts):
+            for differs, key in zip(changed, keys, strict=True):
+                if key in self._seen:
+                    continue
+                if key is not None and len(self._seen) < 4 * MOST:
+                    self._seen.add(key)
                 self.certificate.counts.requests += serving
                 self.certificate.counts.served += serving
                 alarm |= self.certificate.sample(differs)
@@ -261,20 +218,6 @@ class LinearChoice:
                     self._end("its answers could not be proven to stay within the budget")
             elif serving and alarm:
                 self._end("too many answers changed")
-
-    def _new(self, ids: Any, mask: Tensor | None, count: int) -> list[bool]:
-        """Which inputs of a batch were not counted before."""
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != count:
-            return [True] * count
-        lengths = [ids.shape[1]] * count if mask is None or mask.dim() != 2 else mask.sum(1).long().tolist()
-        found = []
-        with self._lock:
-            for row, length in zip(ids.numpy(), lengths, strict=True):
-                own = hash(np.ascontiguousarray(row[:length]).tobytes())
-                found.append(own not in self._seen)
-                if len(self._seen) < 4 * MOST:
-                    self._seen.add(own)
-        return found
 
     def _serve(self) -> None:
         """Serve 8-bit layers from now on."""
@@ -316,11 +259,13 @@ class LinearChoice:
         }  # fmt: skip
 
 
-def _lent(budget: float, confidence: float, speed: float) -> float:
-    """What the account lends for a proof, in requests of `AHEAD`, if 8 bits pay it back soon; else 0."""
-    samples = math.log(1.0 - confidence) / math.log1p(-budget)  # at least, and none of them may differ
-    cost, saved = samples / speed, 1.0 - 1.0 / speed
-    return cost / AHEAD if cost <= PAID_BACK * saved else 0.0
+def keys_of(ids: Any, mask: Tensor | None, places: Sequence[int]) -> dict[int, int | None]:
+    """Return a number for each input, by its place in the batch, that equal inputs share; None: there are no ids."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return dict.fromkeys(places)
+    lengths = mask.sum(1).long().tolist() if mask is not None and mask.dim() == 2 else [ids.shape[1]] * len(ids)
+    rows = ids.numpy()
+    return {place: hash(np.ascontiguousarray(rows[place, : lengths[place]]).tobytes()) for place in places}
 
 
 def speed_of(engine: Engine, host: nn.Module, exact: Packed, rounded: Packed) -> float:

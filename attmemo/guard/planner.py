@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from attmemo.forward.context import Forward
+from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
-from attmemo.guard.guard import AT_ONCE, Guard
+from attmemo.guard.guard import Guard
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.align import Rule, Tokens
@@ -30,11 +30,17 @@ class Asking:
     ----------
     room : int
         Answers of it that may be verified afterwards.
+    spare : int
+        Sequences of it that may be learned from afterwards.
+    tries : bool
+        In a replay of what was answered exactly: all records are tried, and sequences without one become records.
 
     Attributes
     ----------
     plan : RowPlan or None
         Records of its sequences; None: none was looked up.
+    starts : int64 [B + 1]
+        Where the tokens of its sequences begin.
     verdicts : list of Verdict or None
         What becomes of each sequence; None: it has no record.
     epoch : int
@@ -44,13 +50,13 @@ class Asking:
         margin; and sequences whose answer a record changed.
     """
 
-    def __init__(self, room: int = 0) -> None:
-        self.room = room
+    def __init__(self, room: int = 0, spare: int = 0, tries: bool = False) -> None:
+        self.room, self.spare, self.tries = room, spare, tries
         self.planned, self.batch = False, 0
         self.tokens = self.sequences = 0  # of the forward
-        self.could = 0.0  # share of the rows that records with known changes could save
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
         self.plan: RowPlan | None = None
+        self.starts: Ints = np.zeros(1, np.int64)
         self.verdicts: list[Verdict | None] = []
         self.epoch = 0
         self.exact: set[int] = set()
@@ -82,12 +88,21 @@ class Asking:
         assert self.plan is not None
         return self.plan.changes.of(sequence)
 
+    def reused(self, sequence: int) -> Reused:
+        """Return how its record would serve a sequence."""
+        assert self.plan is not None
+        begin, end = self.starts[sequence], self.starts[sequence + 1]
+        return Reused(int(self.plan.record[sequence]), self.plan.source[begin:end])
+
 
 class Store(Protocol):
     """Keeps sequences that were computed whole."""
 
-    def admit(self, sequences: int) -> bool:
-        """Return whether so many sequences of a batch may become records if they are computed whole."""
+    def admit(self, lengths: Ints) -> int:
+        """Return how many sequences of these lengths, the first ones, may become records, computed whole."""
+
+    def pay_from(self, account: TimeAccount) -> None:
+        """Let this account pay from now on for what is stored beside requests."""
 
     def awaiting(self, tokens: Tokens, starts: Ints) -> Flags:
         """Return of which sequences ``[B]`` a record may be on its way."""
@@ -118,9 +133,11 @@ class GuardedPlanner(RowPlanner):
         self, index: TokenIndex, threshold: float, rule: Rule, *, relative: bool, gated: bool = True, guard: Guard,
         kinds: Kinds, store: Store | None, rounds: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(index, threshold, rule, relative=relative, gated=gated)
+        super().__init__(index, threshold, rule, relative=relative, gated=False)  # the account says what pays
         self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store
         self.times = TimeAccount(always=not gated)
+        if store is not None:
+            store.pay_from(self.times)
 
     def plan(self, layer: int, call: Call, spans: Spans, forward: Forward) -> Plan:
         asking: Asking | None = forward.asking
@@ -143,6 +160,8 @@ class GuardedPlanner(RowPlanner):
         if forward.repeats:
             if forward.last is not None:
                 return Plan(spans=spans, layers={layer: RowShare.computed(forward.last)})
+            if asking.tries:
+                return self._tried(layer, call, spans, forward, given, asking)
             return Whole.plan(self, layer, call, spans, forward)
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
@@ -151,22 +170,43 @@ class GuardedPlanner(RowPlanner):
         candidates = self._candidates(asked)
         looked = perf_counter()
         asking.plan = found = self.planned(asked, candidates)
+        asking.starts = asked.starts
         asking.epoch, evidence = self.guard.epoch, found.evidence
-        most = batch if self.times.always else AT_ONCE if self.times.learns else 0
+        most = int(min(self.times.requests, batch)) if self.learns_at_once(asking) else 0
         asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room, most)
-        known = evidence >= Evidence.FREELY
-        asking.could = float((asked.lengths - found.computed)[known].sum() / asked.lengths.sum())
         self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
-        whole = np.flatnonzero(~served & (evidence != Evidence.ROUNDED)).tolist()
-        tokens, starts = asked.tokens, asked.starts.tolist()
-        admitted = {place: tokens[starts[place] : starts[place + 1]] for place in whole}
-        beside = {
-            place: Reused(int(found.record[place]), found.source[starts[place] : starts[place + 1]])
-            for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)
-        }
-        admits = whole and self._store is not None and self._store.admit(len(whole))
-        return plan_of(layer, spans, asked, found, served, admitted if admits else {}, beside)
+        beside = {place: asking.reused(place) for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)}
+        admitted: dict[int, Tokens] = {}
+        if most or self.times.balance is None:
+            places = np.flatnonzero(~served & (evidence != Evidence.ROUNDED))
+            places = places[np.argsort(evidence[places], kind="stable")]  # with nothing alike in the store first
+            places = places[: most or batch]
+            count = 0 if self._store is None else self._store.admit(asked.lengths[places])
+            admitted = _rows_of(asked, places[:count])
+        return plan_of(layer, spans, asked, found, served, admitted, beside)
+
+    def learns_at_once(self, asking: Asking) -> bool:
+        """Whether answers are verified in the forward itself: while there are idle times, all is learned in those."""
+        return self.times.always or asking.spare < asking.batch
+
+    def _tried(
+        self, layer: int, call: Call, spans: Spans, forward: Forward, given: Given, asking: Asking
+    ) -> Plan:
+        """The plan of a replay in which all records are tried, and inputs with nothing alike become records."""
+        tokens = self._tokens(given.arguments, spans, int(call.hidden.shape[1]))
+        if isinstance(tokens, str):
+            return Whole.plan(self, layer, call, spans, forward)
+        start, asked = perf_counter(), Asked.of(tokens, np.asarray(spans.lengths, np.int64))
+        candidates = self._candidates(asked)
+        looked = perf_counter()
+        asking.plan = found = self.planned(asked, candidates)
+        asking.starts, asking.epoch = asked.starts, self.guard.epoch
+        asking.verdicts = verdicts = self.guard.try_all(found.evidence.tolist())
+        served = np.array([verdict is not None for verdict in verdicts])
+        self._count(asked, found, served, (start, looked), forward.counters)
+        fresh = np.flatnonzero(found.evidence == Evidence.NONE) if self._store is not None else served[:0]
+        return plan_of(layer, spans, asked, found, served, _rows_of(asked, fresh))
 
     def _pays(self, tokens: int) -> bool:
         return self.times.ask(tokens)
@@ -177,12 +217,14 @@ class GuardedPlanner(RowPlanner):
     def took(self, asking: Asking, seconds: float) -> None:
         """Note that a forward took so long, with all that the guard did about it."""
         verified = len(asking.where(Verdict.SAMPLE, Verdict.LEARN))
-        self.times.record(asking.tokens, asking.sequences, seconds, asking.plan is not None, verified, asking.could)
+        self.times.record(asking.tokens, asking.sequences, seconds, asking.plan is not None, verified)
 
     def begin_anew(self, guard: Guard) -> None:
         """Ask this guard from now on, and time forwards anew."""
         self.guard = guard
         self.times = TimeAccount(self.times.always)
+        if self._store is not None:
+            self._store.pay_from(self.times)
 
     def _needs(self, asked: Asked) -> Ints:
         found = self.planned(asked, self._candidates(asked))
@@ -206,6 +248,12 @@ class GuardedPlanner(RowPlanner):
         return self.index.plan(
             asked.tokens, asked.starts, candidates, self.rule, self.kinds, demand, guard.verified.table
         )
+
+
+def _rows_of(asked: Asked, places: Ints) -> dict[int, Tokens]:
+    """Return the tokens of some sequences, by place in the batch."""
+    starts = asked.starts.tolist()
+    return {place: asked.tokens[starts[place] : starts[place + 1]] for place in places.tolist()}
 
 
 def firsts_of(asked: Asked) -> list[int]:

@@ -1,13 +1,15 @@
 """What reuse may cost: a small share of the time without it, and half of what it has saved.
 
 Whole forwards are timed, with records and without, everything included that the guard does about them. What a forward
-with records took less than one without was saved; what verifications took is what learning costs. Learning goes on
-while the account covers it: slowly at first, faster once answers are reused, and hardly where nothing comes of it.
-Records serve while that takes less time than none. So forwards take hardly longer than without reuse, whatever comes.
+with records took less than one without was saved; what verifications and stored records took is what learning costs.
+Beside requests, learning goes on while the account covers it: slowly at first, faster once answers are reused, and
+hardly where nothing comes of it. Records serve while that takes less time than none. So forwards take hardly longer
+than without reuse, whatever comes. While no request runs, learning costs nothing (`attmemo.guard.deferred`).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,12 +19,9 @@ from attmemo.system.locking import ThreadLock
 
 SHARE: Final = 0.01
 """Share of the time without reuse that learning may cost."""
-GIVEN: Final = 32.0
+GIVEN: Final = 16.0
 """Requests without reuse whose time the account begins with. It holds no more: so much is lost where a stream
 changes."""
-AHEAD: Final = 100.0
-"""The account lends what records would save of so many requests, if the guard let all serve whose changes are known.
-A certificate for 1 % takes 318 verifications, each more than half of a request's time."""
 SAVED: Final = 0.5
 """Share of what reuse saved that learning may cost."""
 FEW: Final = 8
@@ -34,8 +33,6 @@ OFTEN: Final = 8
 SELDOM: Final = 64
 ALIKE: Final = 1.5
 """Forwards with so many times the tokens of the first one of a size, or so many times fewer, are of that size."""
-NEWEST: Final = 1 / 32
-"""Weight of the newest forward in what records could save; of the first ones the mean counts."""
 _KNOWN: Final = 2  # forwards without reuse before others are compared with them
 _TRIED: Final = 3  # forwards with records before it is judged what they save
 _MOST_SEEN: Final = 4096
@@ -81,16 +78,12 @@ class TimeAccount:
     ----------
     always : bool
         Always do both.
-    lends : float
-        Share of the time that could be saved, as far as it is known before.
     """
 
-    def __init__(self, always: bool = False, lends: float = 0.0) -> None:
+    def __init__(self, always: bool = False) -> None:
         self.always = always
         self.balance: float | None = None  # seconds; None: what they are worth is not known yet
         self._request = _Times()  # seconds a sequence, of forwards without reuse
-        self._asked = 0  # forwards that were looked up
-        self._could = lends  # share of the rows that records could save lately
         self._gains: deque[float] = deque(maxlen=LAST)  # share saved by forwards that verified nothing
         self._sizes: dict[int, _Size] = {}  # by the tokens of the first forward: batches of a stream are all alike
         self._seen: dict[int, _Size] = {}  # by tokens that were seen: batches of one are of many lengths, and quick
@@ -106,25 +99,31 @@ class TimeAccount:
 
     @property
     def learns(self) -> bool:
-        """Whether a forward may verify answers now."""
+        """Whether there is something left for learning."""
         with self._lock:
             return self._learns
 
     @property
+    def requests(self) -> float:
+        """Requests without reuse whose time may be spent on learning in one forward."""
+        with self._lock:
+            if self.always:
+                return math.inf
+            return self.balance / self._request.mean if self.balance is not None and self._learns else 0.0
+
+    @property
     def _learns(self) -> bool:
-        return self.always or (self.balance is not None and self.balance > -AHEAD * self._could * self._request.mean)
+        return self.always or (self.balance is not None and self.balance > 0.0)
 
     @property
     def _gain(self) -> float:
         """Share of their time that records save lately, without verifications; a little above 0: not known."""
         return statistics.median(self._gains) if len(self._gains) >= _TRIED else SHARE
 
-    def record(
-        self, tokens: int, sequences: int, seconds: float, reused: bool, verified: int = 0, could: float = 0.0
-    ) -> None:
+    def record(self, tokens: int, sequences: int, seconds: float, reused: bool, verified: int = 0) -> None:
         """A forward of so many tokens and sequences took so long, and so many answers were verified in it.
 
-        `reused`: it was looked up, and records could have saved this share of its rows.
+        `reused`: it was looked up.
         """
         if not tokens or not sequences:
             return
@@ -133,10 +132,7 @@ class TimeAccount:
             if len(self._seen) < _MOST_SEEN:
                 self._seen[tokens] = size
             size.since = size.since + 1 if reused else 0
-            if reused:
-                self._asked += 1
-                self._could += max(NEWEST, 1 / self._asked) * (could - self._could)
-            else:
+            if not reused:
                 size.whole.record(seconds / tokens)
                 self._request.record(seconds / sequences)
             if not size.is_known:
@@ -161,12 +157,6 @@ class TimeAccount:
             if self.balance is not None:
                 self.balance -= seconds
 
-    @property
-    def has_plenty(self) -> bool:
-        """Whether learning leaves half of the account over."""
-        with self._lock:
-            return self.balance is not None and self.balance > 0.5 * GIVEN * self._request.mean
-
     def _size_or_none(self, tokens: int) -> _Size | None:
         """The nearest size, as far as sizes were known when so many tokens were seen first; None: all are far."""
         if tokens in self._seen:
@@ -174,6 +164,11 @@ class TimeAccount:
         far = {first: max(tokens, first) / min(tokens, first) for first in self._sizes} if tokens else {}
         nearest = min(far, key=far.__getitem__, default=None)
         return None if nearest is None or far[nearest] > ALIKE else self._sizes[nearest]
+
+    def try_again(self) -> None:
+        """Forget what records save: more of them may serve from now on."""
+        with self._lock:
+            self._gains.clear()
 
     @property
     def pays(self) -> bool | None:

@@ -31,6 +31,7 @@ from attmemo.guard.answers import AnswerRule, Answers, is_class_of_first_row
 from attmemo.guard.attack_labels import attack_labels
 from attmemo.guard.check import check_answers
 from attmemo.guard.confidence import KEY, Sureness
+from attmemo.guard.deferred import Deferred
 from attmemo.guard.file import Ledger
 from attmemo.guard.forward import Guarded
 from attmemo.guard.guard import Guard
@@ -234,7 +235,9 @@ def prepare_rows(
                 sureness.key = _digest(answering).digest()[:KEY]
             if growing is not None:
                 growing.know(sureness.of_note)
-            guarded = Guarded(planner.guard, guarding.answers, planner, handle.engine, growing, sureness)
+            guarded = Guarded(
+                planner.guard, guarding.answers, planner, handle.engine, growing, sureness, Deferred(whole)
+            )  # fmt: skip
             handle.guard(whole, guarded, keeper)
             if chooses:
                 _choose_linear(handle, encoder, adapter, whole, guarding, planner, gate)

@@ -25,6 +25,7 @@ from attmemo.forward.trial import enable_within
 from attmemo.forward.watch import Watch
 from attmemo.guard.answer_hook import AnswerHook
 from attmemo.guard.answers import Answers
+from attmemo.guard.deferred import Deferred
 from attmemo.guard.forward import Guarded
 from attmemo.guard.guard import Guard
 from attmemo.guard.keeper import Keeper
@@ -79,20 +80,20 @@ class StackMemoization(Memoization):
         self.parts: Parts | None = None
         self.reader: nn.Module | None = None
         self.choice: LinearChoice | None = None
+        self.deferred: Deferred | None = None
         self._head: HeadHook | None = None
         self._keeper: Keeper | None = None
         self._model = self._outer = model
 
     def guard(self, outer: nn.Module, guarded: Guarded, keeper: Keeper | None) -> None:
         """Guard the answers of a model, and keep what is learned; to be called before `enable`."""
-        self._outer, self.guarded, self._keeper = outer, guarded, keeper
-        guarded.watch(outer, getattr(getattr(self.host, "config", None), "pad_token_id", None))
+        self._outer, self.guarded, self._keeper, self.deferred = outer, guarded, keeper, guarded.deferred
         if self._store is not None:
             self._store.watch(partial(_work_of, self.engine))
 
     def choose(self, outer: nn.Module, choice: LinearChoice) -> None:
         """Have the arithmetic of linear layers chosen while the model serves; to be called before `enable`."""
-        self._outer, self.choice = outer, choice
+        self._outer, self.choice, self.deferred = outer, choice, choice.deferred
         choice.watch(outer)
 
     def guard_anew(self, guard: Guard) -> None:
@@ -106,16 +107,14 @@ class StackMemoization(Memoization):
 
     def disable(self, seconds: float = 60.0) -> None:
         super().disable(seconds)
-        if self.guarded is not None:
-            self.guarded.debts.forget()
+        if self.deferred is not None:
+            self.deferred.forget()
 
     def undo(self) -> None:
         """Disable for good, give windows back, and keep what the guard has learned."""
         super().undo()
-        if self.guarded is not None:
-            self.guarded.close()
-        if self.choice is not None:
-            self.choice.close()
+        if self.deferred is not None:
+            self.deferred.close()
         if self._keeper is not None:
             self._keeper.close()
 
@@ -266,8 +265,8 @@ class StackMemoization(Memoization):
 
         False: it takes longer.
         """
-        if self.guarded is not None:
-            self.guarded.pay()
+        if self.deferred is not None:
+            self.deferred.compare_all()
         store = self._store
         return store is None or store.flush(seconds)
 
@@ -333,8 +332,9 @@ def choose_linear(
         _LOG.info("attmemo: linear layers stay exact: 8-bit ones are %.2f times as fast here", speed)
         return False
     choice = LinearChoice(
-        budget, confidence, answers, handle.engine, rounded, speed, served=served, rows=rows, always=not gate
-    )
+        budget, confidence, answers, handle.engine, rounded, speed, handle.deferred or Deferred(outer), served=served,
+        rows=rows, always=not gate,
+    )  # fmt: skip
     handle.choose(outer, choice)
     return True
 

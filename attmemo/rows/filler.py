@@ -1,7 +1,7 @@
 """A thread that turns what requests hand over into records, off their way.
 
 A request hands over references and goes on. If more waits than is allowed, what comes is left out and counted: a
-request never waits. The thread also reads what other processes have added.
+request never waits, and keeps only what will be stored. The thread also reads what other processes have added.
 
 The thread rests after each item, and within it (`attmemo.rows.throttle`). A transaction is done in one go. What was
 taken is stored within a second, however large it is and however little the thread may take: nothing is taken while
@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final, Generic, TypeVar
 
 from attmemo.kernels.omp_team import leave_team
@@ -72,7 +73,6 @@ class Filler(Generic[Item]):
         self._waiting: deque[tuple[Item, int, float]] = deque()  # each with its bytes, and when it is to be stored
         self.pace.begin()
         self._bytes, self._busy, self._closed, self._asleep = 0, False, False, True
-        self._free = 1  # bytes that must be free before items are admitted
         self._rests_until, self._slowly = 0.0, False  # items rest; because the thread takes little
         self._hurry = False  # a flush waits
         self._hurries = False  # one waits for the work that is done now
@@ -91,44 +91,55 @@ class Filler(Generic[Item]):
                 target=_run, args=(weakref.ref(self), self._changed, self._end), daemon=True, name="attmemo-filler"
             ).start()
 
-    def admit(self, items: int) -> bool:
-        """Whether items may be handed over now. If too much waits, so many are counted as left out.
+    def admit(self, sizes: Sequence[int]) -> int:
+        """Return how many of these items may be handed over now, the first ones; the others are counted as left out.
 
-        Nothing is admitted while the thread rests for long. After items had to be left out, nothing is until there is
-        room for as many again, and for half of what may wait: to keep what a forward computed takes 1 to 3 % of its
-        time, for nothing if there is no room at its end.
+        To keep what a forward computed takes up to a quarter of its time: only what will be stored is worth that.
+        `sizes`: bytes that each holds back.
         """
-        if self._has_room and not self._closed and not self._late:
-            return True
         with self._changed:
-            self.skipped["closed" if self._closed else TOO_MANY] += items
-        return False
+            count = self._fit(sizes)
+            self._leave_out(len(sizes) - count)
+        return count
 
-    def offer(self, items: Sequence[Item], nbytes: int) -> bool:
-        """Hand over; False: too much waits, or it is closed, and these are left out. `nbytes`: what they hold back.
+    def offer(self, items: Sequence[Item], sizes: Sequence[int]) -> int:
+        """Hand over, and return how many were taken, the first ones. `sizes`: bytes that each holds back.
 
-        Nothing is taken while the thread rests for long; else, if nothing waits, as many as are stored in time, but
-        one at least.
+        Nothing is taken while the thread rests for long, or once it is closed. If nothing waits, as many are taken as
+        are stored in time, but one at least.
         """
         self.wake()
         with self._changed:
-            most = self._most
-            full = not self._closed and (self._late or (bool(self._waiting) and self._bytes + nbytes > most))
-            if self._closed or full:
-                self.skipped[TOO_MANY if full else "closed"] += len(items)
-                self._free = min(max(nbytes, most // 2), most)
-                return False
-            each = nbytes // max(len(items), 1)
-            taken = items[: max(1, self._bytes_in(DUE) // max(each, 1))]
-            if len(taken) < len(items):
-                self.skipped[TOO_MANY] += len(items) - len(taken)
-                self._free = most
-            self._due = time.monotonic() + DUE
-            self._waiting.extend((item, each, self._due) for item in taken)
-            self._bytes += each * len(taken)
-            if not self._rest():
-                self._changed.notify_all()
-        return True
+            count = self._fit(sizes)
+            self._leave_out(len(items) - count)
+            if count:
+                self._put(items[:count], sizes[:count])
+                if not self._rest():
+                    self._changed.notify_all()
+        return count
+
+    def store(self, items: Sequence[Item], sizes: Sequence[int], seconds: float) -> bool:
+        """Hand over however much it is, and wait until it is stored; False: it takes longer."""
+        with self._changed:
+            self._put(items, sizes)
+        return self.flush(seconds)
+
+    def _put(self, items: Sequence[Item], sizes: Sequence[int]) -> None:
+        self._due = time.monotonic() + DUE
+        self._waiting.extend((item, nbytes, self._due) for item, nbytes in zip(items, sizes, strict=True))
+        self._bytes += sum(sizes)
+
+    def _fit(self, sizes: Sequence[int]) -> int:
+        """How many items of so many bytes may be taken now."""
+        if self._closed or self._late or not sizes:
+            return 0
+        room = self._most - self._bytes if self._waiting else self._bytes_in(DUE)
+        count = sum(total <= room for total in accumulate(sizes))
+        return count if self._waiting else max(count, 1)
+
+    def _leave_out(self, items: int) -> None:
+        if items:
+            self.skipped["closed" if self._closed else TOO_MANY] += items
 
     def flush(self, seconds: float) -> bool:
         """Wait until all that was handed over is stored, and what others added is read; False: it takes longer."""
@@ -163,8 +174,6 @@ class Filler(Generic[Item]):
                 found.append(item)
                 taken += nbytes
         self._bytes -= taken
-        if self._has_room:
-            self._free = 1
         self._busy, self._hurry, self._hurries = True, False, hurry
         self._taken, self._spent = taken, 0.0
         return found, hurry
@@ -177,12 +186,6 @@ class Filler(Generic[Item]):
     def _bytes_in(self, seconds: float) -> int:
         """Bytes that the thread stores in so many seconds at its pace."""
         return int(seconds * self.pace.share / self._cost)
-
-    @property
-    def _has_room(self) -> bool:
-        """Whether as much may wait as has to be free."""
-        most = self._most
-        return self._bytes + min(self._free, most) <= most  # the pace, and so the most, may be another one since
 
     @property
     def _late(self) -> bool:

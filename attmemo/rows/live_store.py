@@ -37,7 +37,7 @@ from attmemo.rows.filler import Filler
 from attmemo.rows.index import TokenIndex, hash_of
 from attmemo.rows.layout import Placed, RowLayout
 from attmemo.rows.store import DatabaseRows, Fetched, Ints, RowStore
-from attmemo.rows.throttle import Pace
+from attmemo.rows.throttle import Account
 
 _LOG = logging.getLogger("attmemo")
 
@@ -50,8 +50,6 @@ _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
 GATHERED: Final = 0.7
 """Seconds after which what was written is published. Other processes then see it."""
-PAYS: Final = 4
-"""So many times a record pays when it is found. A database that serves needs few new ones."""
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
 
 
@@ -88,7 +86,6 @@ class GrowingRows(RowStore):
         self._offered: WeakValueDictionary[int, Offer] = WeakValueDictionary()
         self._ahead: dict[int, Kept] = {}  # by number in the index: written, and not published yet
         self._since = 0.0  # when the first of them was written
-        self._found = 0  # tokens of the records that were fetched and pay; a count lost now and then does no harm
         self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
         self._sure_of: Callable[[bytes], float] = lambda note: math.nan
@@ -96,9 +93,8 @@ class GrowingRows(RowStore):
         self._work: Callable[[], Work] | None = None
         self._worked: Work | None = None  # what was noted; None: the parent of a forked child notes what it did
         self._noted = time.monotonic()
-        self._earned: tuple[Work, float, int] | None = None  # work, processor time and tokens found at the last look
         self._learn(pool.news())
-        self._filler: Filler[Offer] = Filler(self._fill, pool.close, Pace(len(pool)))
+        self._filler: Filler[Offer] = Filler(self._fill, pool.close)
         own = weakref.ref(self)  # neither a fork nor the exit keeps a store alive
         os.register_at_fork(after_in_child=partial(_in_child, own))
         self._leave = partial(_flush, own)
@@ -128,15 +124,24 @@ class GrowingRows(RowStore):
         if self.fills and offers:
             for one in offers:
                 self._offered[hash_of(one.tokens)] = one
-            self._filler.offer(offers, sum(len(one.body) for one in offers))
+            self._filler.offer(offers, [len(one.body) for one in offers])
+
+    def pay_from(self, account: Account) -> None:
+        """Let this account pay from now on for what is stored beside requests."""
+        self._filler.pace.account = account
 
     def took(self, seconds: float) -> None:
         """A forward took so long."""
         self._filler.pace.forward(seconds)
 
-    def admit(self, sequences: int) -> bool:
-        """Whether so many sequences of a batch may be offered now; if not, they are counted."""
-        return self.fills and self._filler.admit(sequences)
+    def keep(self, offers: Sequence[Offer], seconds: float) -> None:
+        """Have these sequences kept now, in idle times, and wait for that: so long at most."""
+        if self.fills and offers:
+            self._filler.store(offers, [len(one.body) for one in offers], seconds)
+
+    def admit(self, lengths: Ints) -> int:
+        """Return how many sequences of these lengths may be offered now, the first ones; the others are counted."""
+        return self._filler.admit([self.layout.nbytes(n) for n in lengths.tolist()]) if self.fills else 0
 
     def awaiting(self, tokens: npt.NDArray[np.int32], starts: Ints) -> npt.NDArray[np.bool_]:
         """Return of which sequences ``[B]`` a record of just these tokens may be on its way."""
@@ -195,7 +200,6 @@ class GrowingRows(RowStore):
         try:
             if hurry or not offers or self._anew:  # else it was done a moment ago
                 self._learn(self._news())
-                self._earn()
             if not offers:
                 self.index.link(_LINKED)
             for one in offers:
@@ -244,21 +248,6 @@ class GrowingRows(RowStore):
     def watch(self, work: Callable[[], Work]) -> None:
         """Note from now on what requests do; `work` says how much they have done so far."""
         self._work, self._worked = work, work()
-
-    def _earn(self) -> None:
-        """Let records that were found pay for more (`PAYS`), by what it would take to compute all of their rows."""
-        if self._work is None:
-            return
-        used = time.process_time() - time.thread_time()  # this thread is no request
-        now = self._work(), used, self._found
-        if self._earned is None:
-            self._earned = now
-            return
-        work, before, found = self._earned
-        rows = now[0].since(work).rows
-        if rows:  # else a forward is on its way: what it found counts with its rows
-            self._filler.pace.earn((used - before) / rows * max(0, now[2] - found))
-            self._earned = now
 
     def note(self, seconds: float = 0.0) -> None:
         """Keep what requests did since the last time, if that is so long ago. It raises nothing."""
@@ -376,8 +365,6 @@ class GrowingRows(RowStore):
                 self._check(record, one)
             if segment.marks is not None:
                 segment.marks[one.place] += 1
-                if one.carried + segment.marks[one.place] <= PAYS:
-                    self._found += len(one.tokens)
             found.append(one)
         return found
 
@@ -402,7 +389,7 @@ class GrowingRows(RowStore):
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""
         self._anew = True
-        self._earned = self._worked = None  # no lock may be taken: a thread of the parent may hold it
+        self._worked = None  # no lock may be taken: a thread of the parent may hold it
         self.index.leave_to_parent()
         self.pool.leave_to_parent()
         self._filler.leave_to_parent()

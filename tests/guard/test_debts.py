@@ -11,14 +11,16 @@ import pytest
 import torch
 from guarded import BOTH, LENGTHS, Case, done, field, rows_of, run, taught, until, worst
 from packed_models import NEAR, Inputs, gap
-from torch import Tensor
+from packed_models import batch as batch_of
+from torch import nn
 
-from attmemo.guard import deferred as debts_module
+from attmemo.guard import deferred
 from attmemo.guard.certificate import Counts
-from attmemo.guard.deferred import Debt, batches
+from attmemo.guard.deferred import AT_ONCE, Deferred, Part
 from attmemo.guard.forward import FAILS
 from attmemo.guard.guard import Guard
 from attmemo.guard.idle import Idle
+from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
 
 
@@ -62,7 +64,7 @@ class TestOwed:
         assert worst(seen, exact, BOTH) > NEAR, "answers of records"
         assert done(model)["reused"] == len(LENGTHS)
         assert guard_of(model)["verified"] == before
-        assert len(model.attmemo.guarded.debts) == len(LENGTHS)
+        assert len(model.attmemo.deferred) == len(LENGTHS)
         computed = model.attmemo.stats()["rows_computed"]
         assert model.attmemo.flush()
         found = guard_of(model)
@@ -71,7 +73,7 @@ class TestOwed:
         assert found["changed"] == changed_classes(seen, exact)
         assert model.attmemo.stats()["rows_computed"] - computed == sum(LENGTHS), "what that took is counted"
         assert model.attmemo.stats()["rows_afterwards"] == sum(LENGTHS)
-        assert not model.attmemo.guarded.debts
+        assert not model.attmemo.deferred
         assert not model.attmemo.stats()["failures"]
 
     def test_before_there_is_a_certificate_every_served_answer_is_owed_and_counts(self, case: Case) -> None:
@@ -82,20 +84,20 @@ class TestOwed:
         assert not guard.certified
         assert guard.certificate.affords()
         ask(model, BOTH)
-        assert len(model.attmemo.guarded.debts) == len(LENGTHS)
+        assert len(model.attmemo.deferred) == len(LENGTHS)
 
     def test_of_certified_answers_a_share_is_owed(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
         guard = model.attmemo.guarded.guard
         ask(model, BOTH)
-        assert not model.attmemo.guarded.debts, "nothing is drawn"
+        assert not model.attmemo.deferred, "nothing is drawn"
         guard.drawn = 1.0
         ask(model, BOTH)
-        assert len(model.attmemo.guarded.debts) == len(LENGTHS)
+        assert len(model.attmemo.deferred) == len(LENGTHS)
 
     def test_of_equal_sequences_of_a_batch_one_is_owed(self, case: Case) -> None:
         model = owing(case, rows_of(BOTH, 0, 0, 1, 0))
-        assert len(model.attmemo.guarded.debts) == 2
+        assert len(model.attmemo.deferred) == 2
         assert done(model)["reused"] == 4
 
     def test_equal_sequences_get_one_answer_and_are_one_sample_however_little_the_budget_affords(
@@ -118,7 +120,7 @@ class TestOwed:
         guard.drawn = 1.0
         guard.margin.least = 2.0  # no answer is as sure
         assert worst(ask(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
-        assert not model.attmemo.guarded.debts
+        assert not model.attmemo.deferred
 
     def test_an_answer_that_changed_is_held_against_its_slot(
         self, case: Case, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +137,7 @@ class TestOwed:
         verified = guard_of(model)["verified"]
         for _ in range(4):
             ask(model, BOTH)
-        assert len(model.attmemo.guarded.debts) == 5 * len(LENGTHS)
+        assert len(model.attmemo.deferred) == 5 * len(LENGTHS)
         assert guard_of(model)["verified"] == verified
 
     def test_answers_are_verified_while_no_request_runs(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,7 @@ class TestForgotten:
     def verified(self, model: Any) -> tuple[int, int]:
         """Verified answers, and those owed after all is paid."""
         assert model.attmemo.flush()
-        return guard_of(model)["verified"], len(model.attmemo.guarded.debts)
+        return guard_of(model)["verified"], len(model.attmemo.deferred)
 
     def test_after_an_alarm(self, case: Case) -> None:
         model = owing(case)
@@ -183,17 +185,13 @@ class TestForgotten:
         seen: list[int] = []
         hook = model.get_input_embeddings().register_forward_hook(lambda *given: seen.append(1))
         ask(model, BOTH)
-        assert not model.attmemo.guarded.debts
+        assert not model.attmemo.deferred
         assert done(model)["sampled"] == len(LENGTHS)
         hook.remove()
 
     def test_by_a_guard_that_begins_anew(self, case: Case) -> None:
         model = owing(case)
-        handle, debts = model.attmemo, model.attmemo.guarded.debts
-        (kept, *_) = debts.take(1)
-        handle.guard_anew(Guard(0.01, 0.95))
-        assert not debts
-        debts.add(kept)
+        model.attmemo.guard_anew(Guard(0.01, 0.95))
         assert self.verified(model) == (0, 0)
 
     def test_in_training(self, case: Case) -> None:
@@ -206,13 +204,12 @@ class TestForgotten:
 
     def test_if_the_model_fails(self, case: Case) -> None:
         model = owing(case)
-        before, debts = guard_of(model)["verified"], model.attmemo.guarded.debts
+        before, waiting = guard_of(model)["verified"], model.attmemo.deferred._parts
 
         def fail(*_: Any, **__: Any) -> Any:
             raise RuntimeError("no memory is left")
 
-        for debt in debts.take(len(debts)):
-            debts.add(replace(debt, forward=fail))
+        waiting[0] = replace(waiting[0], forward=fail)
         assert self.verified(model) == (before, 0)
         assert any("no memory is left" in text for text in model.attmemo.stats()["failures"])
 
@@ -225,8 +222,8 @@ class TestForgotten:
             raise RuntimeError("answers cannot be compared")
 
         monkeypatch.setattr(model.attmemo.guarded.answers, "differ", fail)
+        assert guard_of(model)["state"] == "certified"
         for _ in range(FAILS):
-            assert guard_of(model)["state"] == "certified"
             ask(model, BOTH)
             assert model.attmemo.flush()
         assert guard_of(model)["state"] == "alarm"
@@ -238,16 +235,16 @@ class TestForgotten:
     def test_once_the_model_is_disabled(self, case: Case) -> None:
         model = owing(case)
         model.attmemo.disable()
-        assert not model.attmemo.guarded.debts
+        assert not model.attmemo.deferred
 
     def test_in_a_forked_child(self, case: Case) -> None:
         model = owing(case)
         child = os.fork()
         if child == 0:
-            os._exit(len(model.attmemo.guarded.debts.take(100)))
+            os._exit(len(list(model.attmemo.deferred._taken(100))))
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
-        assert len(model.attmemo.guarded.debts) == len(LENGTHS)
+        assert len(model.attmemo.deferred) == len(LENGTHS)
 
     def test_nothing_is_forgotten_while_threads_ask(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
@@ -266,78 +263,10 @@ class TestForgotten:
         assert not model.attmemo.stats()["failures"]
 
 
-class TestBatches:
-    def debts(self, case: Case, *inputs: Inputs) -> list[Debt]:
-        """What a model owes that was asked these batches."""
-        model = owing(case, inputs[0])
-        for more in inputs[1:]:
-            ask(model, more)
-        debts = model.attmemo.guarded.debts
-        return debts.take(len(debts))
-
-    def test_answers_of_different_lengths_are_computed_in_one_batch(self, case: Case) -> None:
-        short = {name: value[:, :26] for name, value in rows_of(BOTH, 4, 5).items()}
-        debts = self.debts(case, rows_of(BOTH, 0), short)
-        assert sorted({int(debt.mask.shape[1]) for debt in debts if debt.mask is not None}) == [26, 33]
-        (batch,) = batches(debts, 0)
-        kwargs, mask = batch.inputs[1], batch.mask
-        assert [id(debt) for debt in batch.debts] == [id(debt) for debt in debts]
-        assert isinstance(mask, Tensor)
-        assert mask.shape == (3, 33)
-        assert mask.sum(1).tolist() == [30, 25, 20]
-        seen = field(ask(case.exact, kwargs))
-        for row, one in enumerate(debts):
-            alone = field(ask(case.exact, one.inputs[1]))[0]
-            at = slice(int(mask[row].sum())) if seen.dim() == 3 else slice(None)
-            assert gap(seen[row][at], alone[at]) <= NEAR
-
-    def test_arguments_that_make_no_batch_are_computed_one_by_one(self, case: Case) -> None:
-        debts = self.debts(case, rows_of(BOTH, 0, 1))
-        kinds = torch.zeros(1, 33, dtype=torch.int64)
-        odd: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            ({"more": kinds.float()}, {"more": kinds.float()}), ({"more": kinds[:, :3]}, {"more": kinds[:, :3]}),
-            ({"more": kinds}, {"more": kinds.bool()}), ({"more": kinds}, {"more": None}), ({"more": kinds}, {}),
-            ({"more": 1}, {"more": 2}), ({"more": [1]}, {"more": [1, 2]}), ({"more": [1]}, {"more": (1,)}),
-        ]  # fmt: skip
-        for parts in odd:
-            made = [
-                replace(debt, inputs=((), debt.inputs[1] | more)) for debt, more in zip(debts, parts, strict=True)
-            ]
-            apart = zip(batches(made, 0), made, strict=True)
-            assert all(one.debts[0] is debt and one.inputs[1] is debt.inputs[1] for one, debt in apart), parts
-        assert len(batches([replace(debt, mask=None) for debt in debts], 0)) == 2
-        assert len(batches([debts[0], replace(debts[1], forward=print)], 0)) == 2
-
-    def test_settings_that_all_share_stay_as_they_are(self, case: Case) -> None:
-        debts = self.debts(case, rows_of(BOTH, 0, 1))
-        more = {"return_dict": True, "extra": ("a", None)}
-        told = [replace(debt, inputs=((), debt.inputs[1] | more)) for debt in debts]
-        (batch,) = batches(told, 0)
-        kwargs = batch.inputs[1]
-        assert (kwargs["return_dict"], kwargs["extra"]) == (True, ("a", None))
-        other = replace(told[1], inputs=((), told[1].inputs[1] | {"return_dict": False}))
-        assert len(batches([told[0], other], 0)) == 2
-
-    def test_one_that_fits_no_other_leaves_the_others_together(self, case: Case) -> None:
-        first, second, third = self.debts(case, rows_of(BOTH, 0, 1, 2))
-        odd = replace(second, inputs=((), second.inputs[1] | {"return_dict": False}))
-        assert [len(batch.debts) for batch in batches([first, odd, third], 0)] == [2, 1]
-
-    def test_ids_get_the_id_of_padding_and_positional_arguments_none(self, case: Case) -> None:
-        short = {name: value[:, :26] for name, value in rows_of(BOTH, 4).items()}
-        one, other = self.debts(case, rows_of(BOTH, 0), short)
-        (batch,) = batches([one, other], 7)
-        assert batch.inputs[1]["input_ids"][1, 26:].tolist() == [7] * 7
-        assert batch.inputs[1]["attention_mask"][1, 26:].tolist() == [0] * 7
-        assert len(batches([one, other], None)) == 2, "there is no padding"
-        placed = [replace(debt, inputs=((debt.inputs[1]["input_ids"],), {})) for debt in (one, other)]
-        assert len(batches(placed, 7)) == 2, "it is not known what these numbers are"
-
-
 def test_only_so_many_answers_are_owed(case_one: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(debts_module, "MOST", 2)
+    monkeypatch.setattr(deferred, "MOST", 2)
     model = owing(case_one)
-    assert len(model.attmemo.guarded.debts) == 2
+    assert len(model.attmemo.deferred) == 2
     assert done(model)["sampled"] == len(LENGTHS) - 2
 
 
@@ -352,9 +281,138 @@ def test_a_verdict_says_whether_the_answer_is_one_of_a_record() -> None:
 
 def test_the_thread_for_idle_times_ends_with_the_memoization(case_one: Case) -> None:
     model = owing(case_one)
-    idle: Idle = model.attmemo.guarded.idle
+    idle: Idle = model.attmemo.deferred.idle
     thread = idle._thread
     assert thread is not None
     assert thread.is_alive()
     model.attmemo.undo()
     assert not thread.is_alive()
+
+
+class TestDeferred:
+    """What waits, on a model of one layer."""
+
+    def made(self, rows: int = 0) -> tuple[nn.Linear, Deferred, list[Part]]:
+        """A model, what waits of its forwards, and the parts that were taken."""
+        model, seen = nn.Linear(4, 2), list[Part]()
+        model.eval()
+        own = Deferred(model)
+        if rows:
+            own.add(model, ((torch.arange(4.0 * rows).view(rows, 4),), {}), None, range(rows), rows, seen.append)
+        return model, own, seen
+
+    def test_a_forward_is_taken_some_sequences_at_a_time_and_each_once(self) -> None:
+        _, own, seen = self.made(2 * AT_ONCE + 1)
+        assert len(own) == 2 * AT_ONCE + 1
+        own.compare_all()
+        assert [len(part.places) for part in seen] == [AT_ONCE, AT_ONCE, 1]
+        assert [place for part in seen for place in part.places] == list(range(2 * AT_ONCE + 1))
+        given = torch.cat([part.inputs[0][0] for part in seen])
+        assert torch.equal(given, torch.arange(4.0 * len(given)).view(-1, 4)), "each with its own arguments"
+        assert len(own) == 0
+
+    def test_what_the_caller_writes_into_its_arguments_afterwards_is_not_seen(self) -> None:
+        model, own, seen = self.made()
+        given = torch.ones(2, 4)
+        own.add(model, ((given,), {"attention_mask": given}), given, [0, 1], 2, seen.append)
+        given.zero_()
+        own.compare_all()
+        (part,) = seen
+        assert part.inputs[0][0].sum() == 8
+        assert part.inputs[1]["attention_mask"].sum() == 8
+        assert part.mask is not None
+        assert part.mask.sum() == 8
+
+    @pytest.mark.parametrize("change", ["written", "replaced", "trains"])
+    def test_a_part_is_left_out_once_the_model_is_another(self, change: str) -> None:
+        model, own, seen = self.made(2)
+        if change == "written":
+            with torch.no_grad():
+                model.weight.mul_(2.0)
+        elif change == "replaced":
+            model.weight = nn.Parameter(model.weight.detach().clone())
+        else:
+            model.train()
+        own.compare_all()
+        assert not seen
+        model.eval()
+        own.add(model, ((torch.ones(1, 4),), {}), None, [0], 1, seen.append)
+        own.compare_all()
+        assert len(seen) == 1, "what came later is of this model"
+
+    def test_to_learn_from_wait_half_as_many_as_may_wait(self) -> None:
+        _, own, _ = self.made(deferred.MOST // 2)
+        assert own.spare == 0
+        assert own.room == deferred.MOST // 2
+
+    def test_without_a_model_nothing_may_wait(self) -> None:
+        own = Deferred()
+        assert own.room == own.spare == 0
+
+
+class TestLearned:
+    """A guard that may verify nothing beside requests learns while no request runs."""
+
+    def learning(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
+        model = taught(case.bare, min_cosine=-1.0)
+        guard = model.attmemo.guarded.guard
+        guard.certificate.adopt(Counts())
+        guard._stands = False
+        model.attmemo.planner.times = TimeAccount()
+        monkeypatch.setattr(model.attmemo.planner.times, "ask", lambda *_: False)
+        return model
+
+    def test_answers_are_exact_meanwhile_and_their_records_are_tried(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = self.learning(case, monkeypatch)
+        before = model.attmemo.stats()
+        assert worst(ask(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
+        assert len(model.attmemo.deferred) == len(LENGTHS)
+        assert guard_of(model)["verified"] == 0
+        guard = model.attmemo.guarded.guard
+        compared, own = list[Verdict](), guard.compared
+        monkeypatch.setattr(guard, "compared", lambda one, *more: compared.append(one) or own(one, *more))
+        assert model.attmemo.flush()
+        found, after = guard_of(model), model.attmemo.stats()
+        assert compared == [Verdict.SAMPLE] * len(LENGTHS)
+        assert found["verified"] >= len(LENGTHS) - 1, "an answer below the margin is no sample"
+        assert found["done"].get("reused", 0) == before["guard"]["done"].get("reused", 0)
+        assert after["sequences"] == before["sequences"] + len(LENGTHS), "a request is counted once"
+        assert 0 < after["rows_afterwards"] < sum(LENGTHS), "what changed was computed again, and nothing else"
+        assert not after["failures"]
+
+    def test_inputs_with_nothing_alike_become_records(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = self.learning(case, monkeypatch)
+        records = model.attmemo.stats()["records"]
+        strange = batch_of(LENGTHS, 4321)
+        ask(model, strange)
+        assert model.attmemo.flush()
+        assert model.attmemo.stats()["records"] == records + len(LENGTHS)
+        assert not model.attmemo.stats()["failures"]
+
+    def test_an_answer_that_changes_is_no_evidence_and_counts(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = self.learning(case, monkeypatch)
+        known = guard_of(model)["changes_known"]
+        ask(model, BOTH)
+        monkeypatch.setattr(model.attmemo.guarded.answers, "differ", lambda *_: True)
+        assert model.attmemo.flush()
+        assert guard_of(model)["changes_known"] < known
+
+    def test_once_there_is_a_certificate_records_are_tried_for_requests_again(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = self.learning(case, monkeypatch)
+        guard, again = model.attmemo.guarded.guard, list[int]()
+        assert not guard.stands
+        monkeypatch.setattr(model.attmemo.guarded.planner.times, "try_again", lambda: again.append(1))
+        monkeypatch.setattr(model.attmemo.guarded.answers, "differ", lambda *_: False)
+        turns = 0
+        while not guard.stands and turns < 100:
+            ask(model, BOTH)
+            assert model.attmemo.flush()
+            turns += 1
+        assert 1 < turns < 100
+        assert again == [1]

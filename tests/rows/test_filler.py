@@ -48,7 +48,7 @@ class Store:
         """Let the thread work on this one, and on nothing else until `may_go`."""
         self.may_go.clear()
         self.begun.clear()
-        assert self.filler.offer([item], 1)
+        assert self.filler.offer([item], [1])
         assert self.begun.wait(LONG)
 
 
@@ -80,13 +80,13 @@ def in_threads(count: int, act: Callable[[int], None]) -> None:
 class TestStoring:
     def test_what_was_handed_over_is_stored_once_and_in_order(self, store: Store) -> None:
         for number in range(0, 200, 2):
-            assert store.filler.offer([number, number + 1], 10)
+            assert store.filler.offer([number, number + 1], [10] * 2)
         assert store.filler.flush(LONG)
         assert store.stored == list(range(200))
         assert not store.filler.skipped
 
     def test_work_is_done_in_a_thread_of_its_own(self, store: Store) -> None:
-        store.filler.offer([1], 1)
+        store.filler.offer([1], [1])
         assert store.filler.flush(LONG)
         assert store.workers == {store.thread}
         assert store.thread is not threading.current_thread()
@@ -95,7 +95,7 @@ class TestStoring:
     def test_nothing_is_lost_or_stored_twice_with_many_threads(self, store: Store) -> None:
         def offer(own: int) -> None:
             for n in range(300):
-                store.filler.offer([1000 * own + n], 1)
+                store.filler.offer([1000 * own + n], [1])
 
         in_threads(6, offer)
         assert store.filler.flush(LONG)
@@ -107,7 +107,7 @@ class TestStoring:
     def test_what_came_while_it_worked_is_stored_at_once(self, store: Store) -> None:
         store.block(0)
         for number in range(1, 30):
-            store.filler.offer([number], 1)
+            store.filler.offer([number], [1])
         store.may_go.set()
         assert store.filler.flush(LONG)
         assert store.calls == [[0], list(range(1, 30))]
@@ -127,10 +127,10 @@ class TestFull:
         """Were it to wait, this test would not end: only its last lines let the thread go on."""
         monkeypatch.setattr(module, "MOST_WAITING", 100)
         store.block()
-        assert store.filler.offer([1], 60)
-        assert store.filler.offer([2], 40), "just as much as may wait"
-        assert not store.filler.offer([3, 4, 5], 1)
-        assert not store.filler.offer([6], 1000)
+        assert store.filler.offer([1], [60])
+        assert store.filler.offer([2], [40]), "just as much as may wait"
+        assert not store.filler.offer([3, 4, 5], [1] * 3)
+        assert not store.filler.offer([6], [1000])
         assert store.filler.skipped == {TOO_MANY: 4}
         store.may_go.set()
         assert store.filler.flush(LONG)
@@ -144,34 +144,34 @@ class TestFull:
         store.filler._cost = 0.01
         store.block()
         monkeypatch.setattr(module.Pace, "share", 1.0)  # 100 bytes are stored in a second
-        assert store.filler.admit(1)
-        assert store.filler.offer([1, 2, 3], 150), "two of them"
-        assert not store.filler.offer([4], 1)
-        assert not store.filler.admit(1)
-        assert store.filler.skipped == {TOO_MANY: 3}
+        assert store.filler.admit([50] * 3) == 2
+        assert store.filler.offer([1, 2, 3], [50] * 3) == 2
+        assert not store.filler.offer([4], [1])
+        assert not store.filler.admit([1])
+        assert store.filler.skipped == {TOO_MANY: 4}
         store.may_go.set()
         assert store.filler.flush(LONG)
         assert store.stored == [0, 1, 2]
         store.filler._cost = 0.01  # what the first items took changed that
         store.block(5)
         store.filler._cost = 0.01
-        assert store.filler.offer([6, 7], 1000), "one at least"
-        assert not store.filler.admit(1)
+        assert store.filler.offer([6, 7], [500] * 2) == 1, "one at least"
+        assert not store.filler.admit([1])
         store.may_go.set()
         assert store.filler.flush(LONG)
         assert store.stored == [0, 1, 2, 5, 6]
         store.block(8)
         store.filler._cost = 1e-9
-        assert store.filler.offer([9, 10, 11], 150)
+        assert store.filler.offer([9, 10, 11], [50] * 3) == 3
 
     def test_what_would_be_stored_too_late_is_not_taken(self, store: Store) -> None:
         store.filler.pace.owed = 1000.0
-        assert not store.filler.admit(3)
-        assert not store.filler.offer([1, 2], 1)
+        assert not store.filler.admit([1] * 3)
+        assert not store.filler.offer([1, 2], [1] * 2)
         assert store.filler.skipped == {TOO_MANY: 5}
         store.filler.pace.owed = 0.0
-        assert store.filler.admit(1)
-        assert store.filler.offer([3], 1)
+        assert store.filler.admit([1])
+        assert store.filler.offer([3], [1])
         assert store.filler.flush(LONG)
         assert store.stored == [3]
 
@@ -188,11 +188,11 @@ class TestFull:
             Store.work(store, items, hurry)
 
         monkeypatch.setattr(store.filler, "_work", lambda: work)
-        assert store.filler.offer([1, 2], 1 << 20)
+        assert store.filler.offer([1, 2], [1 << 19] * 2) == 1
         wait_until(lambda: bool(store.stored) and not store.filler._busy)
         assert store.stored == [1], "one of them may wait"
         assert store.filler._rest() > LONG, "what it could not rest meanwhile it rests now"
-        assert not store.filler.admit(1)
+        assert not store.filler.admit([1])
 
     def test_what_is_offered_during_a_rest_is_taken_when_the_rest_ends(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
@@ -204,30 +204,18 @@ class TestFull:
         with store.filler._changed:
             store.filler._rests_until = time.monotonic() + 0.1
             store.filler._changed.notify_all()  # the thread itself sets this, and looks at it before it sleeps
-        assert store.filler.offer([1], 1)
+        assert store.filler.offer([1], [1])
         wait_until(lambda: len(store.stored) >= 2)
         assert store.stored == [0, 1]
-
-    def test_what_has_to_be_free_is_no_more_than_may_wait_at_a_slower_pace(
-        self, store: Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(module, "MOST_WAITING", 1000)
-        store.block()
-        assert store.filler.offer([1], 900)
-        assert not store.filler.offer([2], 900)
-        store.may_go.set()
-        assert store.filler.flush(LONG)
-        monkeypatch.setattr(module, "MOST_WAITING", 100)  # the pace has become slow
-        assert store.filler.admit(1)
 
     def test_afterwards_there_is_room_again(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MOST_WAITING", 100)
         store.block()
-        assert store.filler.offer([1], 100)
-        assert not store.filler.offer([2], 100)
+        assert store.filler.offer([1], [100])
+        assert not store.filler.offer([2], [100])
         store.may_go.set()
         assert store.filler.flush(LONG)
-        assert store.filler.offer([3], 100)
+        assert store.filler.offer([3], [100])
         assert store.filler.flush(LONG)
         assert store.stored == [0, 1, 3]
 
@@ -235,7 +223,7 @@ class TestFull:
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "MOST_WAITING", 100)
-        assert store.filler.offer([1], 1000)
+        assert store.filler.offer([1], [1000])
         assert store.filler.flush(LONG)
         assert store.stored == [1]
 
@@ -244,32 +232,41 @@ class TestFull:
     ) -> None:
         monkeypatch.setattr(module, "MOST_WAITING", 100)
         store.block()
-        assert store.filler.admit(5), "nothing waits"
-        store.filler.offer([1], 100)
-        assert not store.filler.admit(5)
+        assert store.filler.admit([20] * 5) == 5
+        store.filler.offer([1], [100])
+        assert not store.filler.admit([1] * 5)
         assert store.filler.skipped == {TOO_MANY: 5}
         store.may_go.set()
         assert store.filler.flush(LONG)
-        assert store.filler.admit(5)
+        assert store.filler.admit([20] * 5) == 5
         store.filler.close()
-        assert not store.filler.admit(2)
+        assert not store.filler.admit([1] * 2)
         assert store.filler.skipped == {TOO_MANY: 5, "closed": 2}
 
-    def test_after_a_refusal_nothing_is_admitted_until_there_is_room_for_as_much(
+    def test_of_a_batch_as_many_are_admitted_as_there_is_room_for(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "MOST_WAITING", 100)
-        for refused, least in ((20, 50), (70, 30), (200, 0)):
-            filler = Filler(store.work, lambda: None)
-            filler._asleep = False  # no thread: what is taken is taken here
-            assert filler.offer(range(9), 90)
-            assert filler.admit(1), "there is room, if not for much"
-            assert not filler.offer([9], refused)
-            filler._polled = time.monotonic() + 1e6
-            while filler._bytes > least:
-                assert not filler.admit(1)
-                filler._take()
-            assert filler.admit(1)
+        store.block()
+        assert store.filler.offer([1], [30])
+        assert store.filler.admit([30, 30, 30, 30]) == 2
+        assert store.filler.offer([2, 3, 4, 5], [30] * 4) == 2
+        assert store.filler.skipped == {TOO_MANY: 4}
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.stored == [0, 1, 2, 3]
+
+    def test_in_idle_times_all_is_stored_at_once_and_nobody_pays(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "MOST_WAITING", 100)
+        spent = list[float]()
+        monkeypatch.setattr(store.filler.pace, "spend", lambda worked: spent.append(worked) or 0.0)
+        store.filler.pace.owed = 1000.0
+        assert not store.filler.offer([1], [1])
+        assert store.filler.store([2, 3, 4], [1000] * 3, LONG)
+        assert store.stored == [2, 3, 4]
+        assert not spent
 
 
 class TestRest:
@@ -281,7 +278,7 @@ class TestRest:
 
     def test_it_rests_after_an_item(self, store: Store) -> None:
         store.block()
-        store.filler.offer([1, 2, 3], 12)
+        store.filler.offer([1, 2, 3], [4] * 3)
         store.begun.clear()
         store.may_go.set()
         assert not store.begun.wait(0.05)
@@ -291,8 +288,8 @@ class TestRest:
     def test_it_works_on_one_item_at_a_time(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module.Pace, "rest", lambda *_: 0.0)
         store.block()
-        store.filler.offer([1, 2], 20)
-        store.filler.offer([3], 200)
+        store.filler.offer([1, 2], [10] * 2)
+        store.filler.offer([3], [200])
         store.may_go.set()
         wait_until(lambda: len(store.stored) >= 4)
         assert store.calls == [[0], [1], [2], [3]]
@@ -311,14 +308,14 @@ class TestRest:
             Store.work(store, items, hurry)
 
         monkeypatch.setattr(store.filler, "_work", lambda: work)
-        store.filler.offer([1], 1)
+        store.filler.offer([1], [1])
         assert store.begun.wait(LONG)
         time.sleep(0.05)
         assert pieces == [1]
-        assert not store.filler.offer([2], 1), "a request waits for no rest, and nothing waits for a long one"
+        assert not store.filler.offer([2], [1]), "a request waits for no rest, and nothing waits for a long one"
         assert store.filler.flush(LONG)
         assert pieces == [1, 2]
-        assert store.filler.offer([3], 1), "what a caller waited for needs no rest"
+        assert store.filler.offer([3], [1]), "what a caller waited for needs no rest"
         assert store.filler.flush(LONG)
         assert pieces == [1, 2, 1, 2]
         assert store.stored == [1, 3]
@@ -334,7 +331,7 @@ class TestRest:
                 breathed.set()
 
         monkeypatch.setattr(store.filler, "_work", lambda: work)
-        store.filler.offer([1], 1)
+        store.filler.offer([1], [1])
         assert breathed.wait(LONG)
 
     def test_closing_ends_a_rest_within_an_item(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +344,7 @@ class TestRest:
             Store.work(store, items, hurry)
 
         monkeypatch.setattr(store.filler, "_work", lambda: work)
-        store.filler.offer([1], 1)
+        store.filler.offer([1], [1])
         assert store.begun.wait(LONG)
         store.filler.close()
         assert store.stored == [1]
@@ -360,13 +357,13 @@ class TestRest:
         monkeypatch.setattr(module.Pace, "rest", lambda *_: 0.01)
         monkeypatch.setattr(module.Pace, "spend", lambda *_: 1e6)
         assert store.polled.wait(LONG)
-        store.filler.offer(range(5), 5)
+        store.filler.offer(range(5), [1] * 5)
         wait_until(lambda: len(store.stored) >= 5)
         assert store.stored == list(range(5))
 
     def test_closing_stores_what_waits_without_a_rest(self, store: Store) -> None:
         store.block()
-        store.filler.offer([1, 2, 3], 12)
+        store.filler.offer([1, 2, 3], [4] * 3)
         store.may_go.set()
         store.filler.close()
         assert store.stored == [0, 1, 2, 3]
@@ -377,7 +374,7 @@ class TestFlush:
         assert store.filler.flush(LONG), "nothing was handed over"
         store.block()
         assert not store.filler.flush(0), "it works"
-        store.filler.offer([1], 1)
+        store.filler.offer([1], [1])
         assert not store.filler.flush(0.01)
         store.may_go.set()
         assert store.filler.flush(LONG)
@@ -398,7 +395,7 @@ class TestFlush:
 class TestEnd:
     def test_closing_stores_what_waits_and_ends_the_thread(self, store: Store) -> None:
         store.block()
-        store.filler.offer([1, 2], 1)
+        store.filler.offer([1, 2], [1] * 2)
         closing = threading.Thread(target=store.filler.close)
         closing.start()
         store.may_go.set()
@@ -410,7 +407,7 @@ class TestEnd:
     def test_what_comes_after_closing_is_left_out_and_counted(self, store: Store) -> None:
         store.filler.close()
         store.filler.close()
-        assert not store.filler.offer([1, 2], 1)
+        assert not store.filler.offer([1, 2], [1] * 2)
         assert sum(store.filler.skipped.values()) == 2
         assert store.filler.flush(LONG)
         assert store.stored == []
@@ -418,7 +415,7 @@ class TestEnd:
     def test_a_store_that_nothing_holds_ends_its_thread(self) -> None:
         store = Store()
         thread, gone, ended = store.thread, weakref.ref(store), store.ended
-        store.filler.offer([1], 1)
+        store.filler.offer([1], [1])
         assert store.filler.flush(LONG)
         del store
         gc.collect()
@@ -443,13 +440,13 @@ class TestEnd:
 class TestFork:
     def test_a_child_stores_its_own_and_leaves_the_rest_to_its_parent(self, store: Store) -> None:
         store.block(0)
-        store.filler.offer([1], 1)
+        store.filler.offer([1], [1])
 
         def child() -> None:
             store.filler.leave_to_parent()
             store.may_go.set()
             assert store.filler.flush(LONG), "nothing waits here"
-            assert store.filler.offer([2], 1)
+            assert store.filler.offer([2], [1])
             assert store.filler.flush(LONG)
             assert store.stored == [2]
             store.filler.close()
@@ -464,7 +461,7 @@ class TestFork:
 
         def child() -> None:
             store.filler.leave_to_parent()
-            assert store.filler.offer([2], 1)
+            assert store.filler.offer([2], [1])
             assert store.filler.flush(LONG)
             store.filler.close()
 
@@ -485,7 +482,7 @@ class TestFork:
 
         def child() -> None:
             store.filler.leave_to_parent()
-            assert store.filler.offer([5], 1)
+            assert store.filler.offer([5], [1])
             assert store.filler.flush(LONG)
             assert store.stored == [5]
 
@@ -503,7 +500,7 @@ class TestFork:
             before = threading.active_count()
             store.filler.leave_to_parent()
             assert threading.active_count() == before
-            assert not store.filler.offer([1], 1)
+            assert not store.filler.offer([1], [1])
 
         assert in_child(child) == 0
 
@@ -529,7 +526,7 @@ class Work:
 multiply()
 before, work = threads(), Work()
 filler = Filler(work.do, lambda: None)
-filler.offer([1], 1)
+filler.offer([1], [1])
 filler.flush(60)
 other = []
 thread = threading.Thread(target=lambda: other.append(torch.get_num_threads()))

@@ -24,6 +24,7 @@ from attmemo.db import KIND_ROWS
 from attmemo.db.pools.history import Work
 from attmemo.db.pools.pool import Entry, News, Pool
 from attmemo.db.pools.segment import Segment, rounded, start_of
+from attmemo.guard.time_account import TimeAccount
 from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import changes as changes_of
 from attmemo.kernels.kinds import NO_KINDS
@@ -31,7 +32,7 @@ from attmemo.kernels.plan import Demand
 from attmemo.profiler.row_trial import read_record
 from attmemo.rows.candidate import Offer
 from attmemo.rows.layout import RowLayout
-from attmemo.rows.live_store import KNOWN, PAYS, GrowingRows
+from attmemo.rows.live_store import KNOWN, GrowingRows
 from attmemo.rows.store import DatabaseRows, Fetched, Record
 
 SMALLEST: Final = 1 << 14
@@ -187,38 +188,7 @@ class TestWhatIsKept:
         keep(store, record(0))
         assert 0 in held(store, 4), "and it goes on"
 
-    def test_records_that_are_found_pay_for_more_once_rows_were_computed(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store, paid, work = store_for(8), [], [Work()]
-        monkeypatch.setattr(store._filler.pace, "earn", paid.append)
-        keep(store, record(0))
-        store.watch(lambda: work[0])
-        assert store.flush()
-        store.fetch(find(store, record(0)[0]))
-        assert store.flush()
-        assert paid == [], "no forward has ended"
-        work[0] = Work(1, 5, 2)
-        assert store.flush()
-        assert len(paid) == 1
-        assert paid[0] > 0
-        work[0] = Work(2, 10, 7)
-        assert store.flush()
-        assert paid[1:] == [0], "nothing was found"
-
-    def test_a_record_pays_only_for_the_first_times_that_it_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        store, paid, work = store_for(8), [], [Work()]
-        monkeypatch.setattr(store._filler.pace, "earn", paid.append)
-        keep(store, record(0))
-        store.watch(lambda: work[0])
-        assert store.flush()
-        for turn in range(1, PAYS + 3):
-            store.fetch(find(store, record(0)[0]))
-            work[0] = Work(turn, 5 * turn, 2 * turn)
-            assert store.flush()
-        assert [amount > 0 for amount in paid] == [True] * PAYS + [False] * 2
-
-    def test_nothing_pays_while_something_has_to_go_for_a_new_record(self) -> None:
+    def test_nothing_is_stored_fast_while_something_has_to_go_for_a_new_record(self) -> None:
         store = store_for(8)
         pace = store._filler.pace
         pace.has_room = False
@@ -227,7 +197,7 @@ class TestWhatIsKept:
         for seed in range(1, 12 * PER_SEGMENT):
             keep(store, record(seed))
         assert not store.pool.has_room
-        pace.earn(1.0)
+        store.pay_from(TimeAccount(always=True))
         assert pace.is_slow
         assert not pace.has_room
 
