@@ -1,7 +1,8 @@
 """Makes the site of the documents from the files as they lie in the repository.
 
-The first page is the repository's README.md; docs/README.md gives the menu. A file outside of docs/ that a page links
-to becomes a page of the site too, so that no link leads away from the site. `make docs` builds it.
+The first page is the repository's README.md; docs/README.md gives the menu, and below "Results" pages outside of it. A
+file outside of docs/ that a page links to becomes a page of the site too, so that no link leads away from the site.
+`make docs` builds it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from pathspec.gitignore import GitIgnoreSpec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-FIRST, INDEX = "README.md", "docs/README.md"
+FIRST, INDEX, RESULTS = "README.md", "docs/README.md", "Results"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".c": "c", ".service": "ini"}
 
@@ -51,11 +53,20 @@ def moved(path: str, text: str) -> str:
 
 
 def menu(index: str) -> list[Any]:
-    """The menu: each heading of docs/README.md with the documents below it."""
-    found: list[Any] = [{"First page": "index.md"}, "documents.md"]
+    """The menu: each heading of docs/README.md with the titles of the documents below it; results are left out."""
+    found: list[Any] = [{"First page": "index.md"}, {"All documents": "documents.md"}]
+    for heading, documents in sections(index).items():
+        if heading != RESULTS:
+            found.append({heading: [{title: place(path)} for title, path in documents]})
+    return found
+
+
+def sections(index: str) -> dict[str, list[tuple[str, str]]]:
+    """Titles and files of the documents below each heading of docs/README.md."""
+    found = dict[str, list[tuple[str, str]]]()
     for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
-        links = [link for _, link, _ in LINK.findall(part) if link.endswith(".md")]
-        found.append({part.splitlines()[0]: [place(posixpath.normpath(f"docs/{link}")) for link in links]})
+        links = re.findall(r"\[([^\]]+)\]\(([^)\s#]+\.md)\)", part)
+        found[part.splitlines()[0]] = [(title, posixpath.normpath(f"docs/{link}")) for title, link in links]
     return found
 
 
@@ -66,7 +77,10 @@ def source(path: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    config.nav = menu((ROOT / INDEX).read_text(encoding="utf-8"))
+    index = (ROOT / INDEX).read_text(encoding="utf-8")
+    config.nav = menu(index)
+    results = [place(path) for _, path in sections(index)[RESULTS]]
+    config.not_in_nav = GitIgnoreSpec.from_lines(["/repository/", *(f"/{path}" for path in results)])
     return config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -53,9 +54,33 @@ def test_the_table_of_workloads_is_that_of_its_json(script: Scripts) -> None:
     assert text.split() == bench.table(measured("workloads.json")).split()
 
 
+def test_numbers_of_the_first_page_and_of_the_benchmarks_are_those_of_their_json(script: Scripts) -> None:
+    marked, first = script("marked"), script("first_page")
+    for name, found in {
+        "../README.md": first.readme(measured("peers.json"), measured("workloads.json")),
+        "measured.md": first.benchmarks(measured("peers.json")),
+    }.items():
+        assert page(name).split(marked.BEGIN)[1].split(marked.END)[0].strip() == found.strip()
+
+
+def test_commands_and_variables_are_those_of_the_program(script: Scripts) -> None:
+    marked, made = script("marked"), script("reference_pages")
+    for name, found in {"commands.md": made.command_tables(), "environment.md": made.environment_tables()}.items():
+        assert page(name).split(marked.BEGIN)[1].split(marked.END)[0].strip() == found.strip()
+
+
+def test_every_variable_that_the_code_reads_is_on_the_page() -> None:
+    files = [file for place in ("attmemo", "profiler", "native") for file in (REPOSITORY / place).rglob("*")]
+    text = "".join(file.read_text("utf-8") for file in files if file.suffix in (".py", ".c", ".h"))
+    found = re.findall(r'(?:environ\.get|getenv|environ\.setdefault)\("([A-Z_]+)"|"(ATTMEMO_[A-Z_]+)"', text)
+    names = {name for pair in found for name in pair if name}
+    assert len(names) > 15
+    assert not [name for name in names if f"`{name}`" not in page("environment.md")]
+
+
 @pytest.mark.parametrize("name", ["ngram", "ngram-gpu"])
 def test_the_tables_of_ngrams_are_those_of_their_json(name: str, script: Scripts) -> None:
-    text = page("generate.md").split(f"[{name}.json]")[1].split(".json]")[0]
+    text = page("fastseq-measured.md").split(f"[{name}.json]")[1].split(".json]")[0]
     assert script("bench_ngram").table(measured(f"{name}.json")["cases"]) in text
 
 

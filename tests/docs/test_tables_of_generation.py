@@ -42,7 +42,7 @@ def glance() -> Iterator[Row]:
 
 
 def settings() -> Iterator[Row]:
-    for shape, length, new, beams, *_ in table_rows(page("fastseq.md"), "## When it pays"):
+    for shape, length, new, beams, *_ in table_rows(page("fastseq-measured.md"), "## When it pays"):
         row = setting("fastseq-bench.json", shape, count(length), int(new), int(beams))
         seconds, ratio = row["seconds"], row["ratio"]
         stock, own = (seconds[way] + row["load_seconds"][way] for way in ("stock", "+pipeline"))
@@ -57,7 +57,7 @@ def steps() -> Iterator[Row]:
 
 
 def on_a_gpu() -> Iterator[Row]:
-    for name, length, *_ in table_rows(page("fastseq.md"), "**On a GPU**"):
+    for name, length, *_ in table_rows(page("fastseq-measured.md"), "**On a GPU**"):
         row = setting("fastseq-gpu.json", SHAPES[name], count(length), lines=32)
         rungs = [row["ratio"][rung] for rung in ("shared", "+ngram", "+pipeline", "el") if rung in row["ratio"]]
         yield [name, length], [row["seconds"]["stock"], *rungs]
@@ -84,11 +84,11 @@ TABLES: list[tuple[str, str, Iterator[Row]]] = [
     ("attention-op.md", "## On a GPU", attention()),
     ("attention-op.md", "## Exactness", exactness()),
     ("fastseq.md", "## At a glance", glance()),
-    ("fastseq.md", "## When it pays", settings()),
-    ("fastseq.md", "| step | speed |", steps()),
-    ("fastseq.md", "**On a GPU**", on_a_gpu()),
-    ("scale.md", "**Against a GPU.**", against_a_gpu()),
-    ("scale.md", "**Cores.**", cores()),
+    ("fastseq-measured.md", "## When it pays", settings()),
+    ("fastseq-measured.md", "| step | speed |", steps()),
+    ("fastseq-measured.md", "**On a GPU**", on_a_gpu()),
+    ("scale-measured.md", "**Against a GPU.**", against_a_gpu()),
+    ("scale-measured.md", "**Cores.**", cores()),
 ]
 
 

@@ -103,14 +103,14 @@ def ablations() -> Iterator[Row]:
 
 
 def cold() -> Iterator[Row]:
-    for name, *_ in table_rows(page("filling.md"), "| model, log | simulated"):
+    for name, *_ in table_rows(page("filling-measured.md"), "| model, log | simulated"):
         model, _, log = name.partition(", ")
         one = FILLING["cold"][f"{MODELS[model]}, {log}"]
         yield [name], [one[way] for way in ("simulated", "no guard", "no guard, records", "guard", "guard, records")]
 
 
 def costs() -> Iterator[Row]:
-    table = table_rows(page("filling.md"), "| requests (of each model) | stored")
+    table = table_rows(page("filling-measured.md"), "| requests (of each model) | stored")
     for (name, *_), one in zip(table, FILLING["cost"].values(), strict=True):
         own, control = one["filling"], one.get("control", {})
         shown = numbers(name[name.rindex("(") :])
@@ -159,20 +159,20 @@ def in_a_gib() -> Iterator[Row]:
 
 
 TABLES: list[tuple[str, str, Iterator[Row]]] = [
-    ("guard.md", "| stream | | lines | served", guarded()),
-    ("guard.md", "| stream | OpenSSH | HDFS", each_log()),
-    ("guard.md", "| lines at once | lines | drawn", samples()),
-    ("guard.md", "| answers | looked at | changed | the margin", predictors()),
-    ("guard.md", "| classes: margin of", curve("classes")),
-    ("guard.md", "| vectors: cosine of", curve("vectors")),
-    ("guard.md", "| stream | first log | second log", switches()),
-    ("guard.md", "| true rate | 2 % | 3 %", alarms()),
-    ("guard.md", "| | seed | rows computed, logs", ablations()),
-    ("filling.md", "| model, log | simulated", cold()),
-    ("filling.md", "| requests (of each model) | stored", costs()),
-    ("filling.md", "| model, tokens | requests | record", soon()),
-    ("filling.md", "| stored | OpenSSH | HDFS", admitted()),
-    ("filling.md", "| policy | 1/2 |", bounded()),
+    ("guard-measured.md", "| stream | | lines | served", guarded()),
+    ("guard-measured.md", "| stream | OpenSSH | HDFS", each_log()),
+    ("guard-measured.md", "| lines at once | lines | drawn", samples()),
+    ("guard-measured.md", "| answers | looked at | changed | the margin", predictors()),
+    ("guard-measured.md", "| classes: margin of", curve("classes")),
+    ("guard-measured.md", "| vectors: cosine of", curve("vectors")),
+    ("guard-measured.md", "| stream | first log | second log", switches()),
+    ("guard-measured.md", "| true rate | 2 % | 3 %", alarms()),
+    ("guard-measured.md", "| | seed | rows computed, logs", ablations()),
+    ("filling-measured.md", "| model, log | simulated", cold()),
+    ("filling-measured.md", "| requests (of each model) | stored", costs()),
+    ("filling-measured.md", "| model, tokens | requests | record", soon()),
+    ("filling-measured.md", "| stored | OpenSSH | HDFS", admitted()),
+    ("filling-measured.md", "| policy | 1/2 |", bounded()),
     ("decisions.md", "| tokens | shape | float32 |", in_a_gib()),
 ]
 

@@ -14,7 +14,7 @@ SERVERS = {
     "rows": "this service, guard certified (", "none": "this service, `--reuse none`: exact",
     "plain": "FastAPI around sentence-transformers",
 }  # fmt: skip
-CASES = {  # of docs/rows.md: how a row begins, its case
+CASES = {  # of docs/rows-measured.md: how a row begins, its case
     "lines of OpenSSH, MiniLM": "lines-OpenSSH", "lines of HDFS": "lines-HDFS",
     "lines of HDFS, `threshold=.52`": "lines-HDFS-threshold52", "lines of BGL": "lines-BGL",
     "lines of Apache": "lines-Apache", "questions of banking77, MiniLM": "text-banking77",
@@ -23,7 +23,7 @@ CASES = {  # of docs/rows.md: how a row begins, its case
     "BERT-base shape, 32 × 128": "bert-32x128", "BERT-base shape, 8 × 512": "bert-8x512",
     "DeBERTa-v3-base shape, 8 × 512": "deberta-base-8x512",
 }  # fmt: skip
-WAYS = {  # of docs/measured.md
+WAYS = {  # of docs/streams-measured.md
     "lines of HDFS, MiniLM": "lines-HDFS", "lines of OpenSSH, MiniLM": "lines-OpenSSH",
     "lines of Apache, MiniLM": "lines-Apache", "windows of log lines, DeBERTa-v2 with six layers": "deberta-windows",
     "8 × 512 tokens, DeBERTa-v3-base shape": "deberta-base-8x512", "8 × 128 tokens, BERT-base shape": "bert-8x128",
@@ -37,7 +37,7 @@ MAPS = [
 """Cases of maps.json, in the order of the table."""
 BATCHES = ("bert-1x128", "bert-8x128", "bert-32x128", "bert-8x512", "deberta-base-8x512")
 SHARES = ("bert-8x128", "bert-8x512", "bert-1x128")
-"""Cases of docs/measured.md that are told with the share of rows that is computed."""
+"""Cases of docs/streams-measured.md that are told with the share of rows that is computed."""
 LAYERS = [
     ("DeBERTa-v2", "deberta-v2", 512, 8), ("DeBERTa-v2", "deberta-v2", 128, 8), ("DeBERTa-v2", "deberta-v2", 128, 1),
     ("BERT, fused attention", "bert", 512, 8), ("BERT, fused attention", "bert", 128, 1),
@@ -162,22 +162,22 @@ def most() -> Iterator[Row]:
 
 
 TABLES: list[tuple[str, str, Iterator[Row]]] = [
-    ("service.md", "float32, MiniLM-L6, lines of OpenSSH", service(FLOAT32)),
-    ("service.md", "In bfloat16, two cores with AMX", service("service-bfloat16.json")),
-    ("service.md", "In bfloat16, two cores with AVX-512", service("service-avx512.json")),
-    ("first-steps.md", "Measured on lines of login", logins()),
-    ("first-steps.md", "Demos with payments", payments()),
-    ("../README.md", "| stock = 1 |", streams("streams-avx512.json")),
-    ("measured.md", "With AMX, in bfloat16", streams("streams.json")),
-    ("measured.md", "The same in float32", streams("streams-float32.json")),
-    ("measured.md", "| | stock | best exact peer |", ways()),
-    ("measured.md", "| data, model | threshold |", maps()),
-    ("measured.md", "| model | tokens × batch |", most()),
-    ("rows.md", "| requests, model | stock |", rows("bfloat16")),
-    ("rows.md", "The same in float32, on two cores", rows("float32")),
-    ("rows.md", "The same in bfloat16, on two cores", rows("bfloat16", "without a matrix unit")),
-    ("rows.md", "| share of rows, mean, 1st percentile |", chosen()),
-    ("rows.md", "| | the first 300 lines of OpenSSH", drift()),
+    ("service-measured.md", "float32, MiniLM-L6, lines of OpenSSH", service(FLOAT32)),
+    ("service-measured.md", "In bfloat16, two cores with AMX", service("service-bfloat16.json")),
+    ("service-measured.md", "In bfloat16, two cores with AVX-512", service("service-avx512.json")),
+    ("streams-measured.md", "Measured on lines of login", logins()),
+    ("streams-measured.md", "Demos with payments", payments()),
+    ("streams-measured.md", "| stock = 1 |", streams("streams-avx512.json")),
+    ("streams-measured.md", "With AMX, in bfloat16", streams("streams.json")),
+    ("streams-measured.md", "The same in float32", streams("streams-float32.json")),
+    ("streams-measured.md", "| | stock | best exact peer |", ways()),
+    ("streams-measured.md", "| data, model | threshold |", maps()),
+    ("streams-measured.md", "| model | tokens × batch |", most()),
+    ("rows-measured.md", "| requests, model | stock |", rows("bfloat16")),
+    ("rows-measured.md", "The same in float32, on two cores", rows("float32")),
+    ("rows-measured.md", "The same in bfloat16, on two cores", rows("bfloat16", "without a matrix unit")),
+    ("rows-measured.md", "| share of rows, mean, 1st percentile |", chosen()),
+    ("rows-measured.md", "| | the first 300 lines of OpenSSH", drift()),
 ]
 
 

@@ -1,0 +1,172 @@
+"""The numbers and the plot of README.md, and the tables of docs/measured.md, made from the JSON files in docs/.
+
+    python scripts/first_page.py      # after a new measurement: both pages and docs/first-page.png
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+from marked import replace_measured
+from matplotlib.figure import Figure
+
+from attmemo.profiler.peers.paths import PATHS, REUSE
+from attmemo.profiler.peers.verdict import Verdict, verdicts
+from attmemo.profiler.plots import BLUE, GREEN, GREY, STYLE, png
+
+DOCS = Path(__file__).parents[1] / "docs"
+FIRST: Final = ("minilm", "bfloat16", "OpenSSH")
+"""Model, type and stream of the first page: a sentence embedder, and log lines that resemble each other."""
+MODELS: Final = {
+    "minilm": "MiniLM, embedder", "deberta-loghub": "DeBERTa-v2, 6 layers, classifier",
+    "minilm-sst2": "MiniLM, classifier", "bert-base": "BERT-base shape", "deberta-v3-base": "DeBERTa-v3-base shape",
+}  # fmt: skip
+Run = Mapping[str, Any]
+Cell = Mapping[str, Any]
+
+
+def cells_of(run: Run, size: int, key: str = "speed") -> list[Cell]:
+    """Cells of a batch size that have this speed, in the order of arrival and without a cache."""
+    cells = [cell for cell in run["cells"] if cell["batch"] == size and cell.get(key) is not None]
+    return [cell for cell in cells if not cell["by_length"] and cell["path"] != "cache"]
+
+
+def speed_of(run: Run, path: str, size: int, key: str = "speed") -> float:
+    """How many times as fast one method is as the original model."""
+    return float(next(cell[key] for cell in cells_of(run, size, key) if cell["path"] == path))
+
+
+def best_peer(run: Run, size: int, key: str = "speed", *, exact: bool = False) -> Cell:
+    """The fastest method that is not attmemo's and keeps the budget; with `exact` among exact ones."""
+    cells = [cell for cell in cells_of(run, size, key) if cell["path"] not in REUSE]
+    kept = [cell for cell in cells if run["model"]["random"] or cell["quality"].get("changed", 0.0) <= run["budget"]]
+    return max((c for c in kept if not exact or run["paths"][c["path"]]["exact"]), key=lambda c: float(c[key]))
+
+
+def machine_of(conditions: Mapping[str, Any]) -> str:
+    """A machine in words."""
+    unit = "AMX" if "amx_bf16" in conditions["features"] else "no matrix unit"
+    return f"{conditions['threads']} cores, {conditions['cpu'].replace('(R)', '').replace(' Processor', '')}, {unit}"
+
+
+def first_run(peers: Mapping[str, Any]) -> Run:
+    """The run that the first page shows."""
+    return next(
+        run for run in peers["runs"] if (run["model"]["name"], run["model"]["dtype"], run["stream"]["name"]) == FIRST
+    )
+
+
+def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
+    """The numbers of README.md."""
+    run = first_run(peers)
+    rows = [
+        ("exact: `memoize(model)`", "none", "speed", True), ("8 bits: `linear=\"int8\"`", "none-int8", "speed", False),
+        ("reuse, 1 % budget, last third", "rows", "late_speed", False),
+    ]  # fmt: skip
+    lines = [f"| original model = 1 | {' | '.join(f'batch {size}' for size in run['batch'])} |", "|---|" + 3 * "---|"]
+    names = list[str]()
+    for label, path, key, exact in rows:
+        rivals = [best_peer(run, size, key, exact=exact) for size in run["batch"]]
+        names += [PATHS[peer["path"]].title for peer in rivals]
+        own = [speed_of(run, path, size, key) for size in run["batch"]]
+        cells = [f"**{speed:.2f}** ({peer[key]:.2f})" for speed, peer in zip(own, rivals, strict=True)]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    times = [time for one in workloads["streams"].values() for time in one["budget"]["over exact"].values()]
+    return "\n".join([
+        *lines, "",
+        f"all-MiniLM-L6-v2, {run['model']['dtype']}, {machine_of(run['conditions'])}, {run['stream']['name']} log "
+        f"lines in order of arrival; in brackets the best peer, {' or '.join(dict.fromkeys(names))} "
+        f"([peers.json](docs/peers.json), {commits([run])}).",
+        f"Under today's guard, requests without a pause took {min(times):.2f} to {max(times):.2f} times as long as "
+        f"exact ([workloads.json](docs/workloads.json), commit {workloads['commit']}).",
+    ])  # fmt: skip
+
+
+def commits(runs: Iterable[Run]) -> str:
+    """The commits that runs were measured with."""
+    found = {run["conditions"].get("version", "") for run in runs}
+    known = sorted(found - {""})
+    unknown = ["commit not recorded"] if "" in found else []
+    return "; ".join([f"commit{'s' * (len(known) > 1)} {', '.join(known)}"] * bool(known) + unknown)
+
+
+def benchmarks(peers: Mapping[str, Any]) -> str:
+    """The tables of docs/measured.md."""
+    runs = [run for run in peers["runs"] if run["model"]["dtype"] == "bfloat16"]
+    lines = [
+        "| model | batch | exact | best exact peer | 8 bits | best peer within the budget |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, title in MODELS.items():
+        own = [run for run in runs if run["model"]["name"] == name]
+        for size in own[0]["batch"]:
+            columns = [
+                [speed_of(run, "none", size) for run in own],
+                [float(best_peer(run, size, exact=True)["speed"]) for run in own],
+                [speed_of(run, "none-int8", size) for run in own],
+                [float(best_peer(run, size)["speed"]) for run in own],
+            ]
+            lines.append(f"| {title} | {size} | {' | '.join(_range(column) for column in columns)} |")
+    judged = [(run, one) for run in peers["runs"] for one in verdicts(run)]
+    machines = {name: machine_of(run["conditions"]) for run in runs for name in [run["model"]["name"]]}
+    places = {title: [MODELS[name] for name, own in machines.items() if own == title] for title in machines.values()}
+    return "\n".join([
+        *lines, "", *(f"* {'; '.join(names)}: {title}." for title, names in places.items()),
+        f"* {len(runs)} runs, bfloat16; {commits(runs)}.",
+        f"* Fastest of all, sorted texts and caches included: {_winners(judged)}.",
+    ])  # fmt: skip
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def _winners(judged: Sequence[tuple[Run, Verdict]]) -> str:
+    """How often which kind of method won."""
+    kinds = {"a peer": 0, "exact": 0, "8 bits": 0, "reuse": 0}
+    for _, one in judged:
+        if one.peer_wins or one.own is None:
+            kinds["a peer"] += 1
+        else:
+            path = one.own.get("behind", one.own["path"])
+            kinds["8 bits" if path == "none-int8" else "exact" if path == "none" else "reuse"] += 1
+    return ", ".join(f"{kind} in {count}" for kind, count in kinds.items()) + f" of {len(judged)} cases"
+
+
+def draw(run: Run) -> bytes:
+    """Bars of the first page: the best exact peer, exact and 8 bits, by batch size."""
+    bars = [
+        ("best exact peer", GREY, [float(best_peer(run, size, exact=True)["speed"]) for size in run["batch"]]),
+        ("attmemo, exact", GREEN, [speed_of(run, "none", size) for size in run["batch"]]),
+        ("attmemo, 8 bits", BLUE, [speed_of(run, "none-int8", size) for size in run["batch"]]),
+    ]
+    with mpl.rc_context(STYLE | {"xtick.labelsize": 12, "ytick.labelsize": 12, "legend.fontsize": 12}):
+        figure = Figure((6.0, 3.6), dpi=120, layout="constrained")
+        axes = figure.subplots()
+        for place, (label, color, speeds) in enumerate(bars):
+            at = [number + 0.27 * (place - 1) for number in range(len(speeds))]
+            drawn = axes.bar(at, speeds, 0.25, color=color, label=label)
+            axes.bar_label(drawn, fmt="%.1f", fontsize=11)
+        axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
+        axes.set_xticks(range(len(run["batch"])), [f"batch {size}" for size in run["batch"]])
+        axes.set_ylabel("speed, original model = 1", fontsize=11)
+        axes.legend(loc="upper left", ncols=1)
+        axes.set_ylim(top=1.3 * max(max(speeds) for _, _, speeds in bars))
+        return png(figure)
+
+
+def main() -> None:
+    """Write both pages and the plot."""
+    peers, workloads = (json.loads((DOCS / f"{name}.json").read_text("utf-8")) for name in ("peers", "workloads"))
+    replace_measured(DOCS.parent / "README.md", readme(peers, workloads))
+    replace_measured(DOCS / "measured.md", benchmarks(peers))
+    (DOCS / "first-page.png").write_bytes(draw(first_run(peers)))
+
+
+if __name__ == "__main__":
+    main()
