@@ -1,18 +1,16 @@
-"""One stream of texts through several ways of computing the same answers, batch by batch, timed in turns.
-
-The reused way is the one that a user gets: `memoize(model, database=":memory:", reuse="rows", budget=…)`, with its
-guard, its verifications and its filling. Every answer that it gives is compared with the exact one.
-"""
+"""One stream of texts through several methods of computing the same answers, batch by batch, timed in turns."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from math import log, sqrt
 from pathlib import Path
+from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
@@ -20,23 +18,23 @@ import torch
 from torch import Tensor
 
 from attmemo.guard.certificate import certifies, highest_rate
-from attmemo.memoization import memoize
-from attmemo.profiler.answers import changed
 from attmemo.profiler.models import LoadedModel, Tokens
-from attmemo.profiler.peers.paths import MIN_COSINE, PATHS, Ask, Cache, Order, another, memoize_rows, timed, way_of
+from attmemo.profiler.peers.paths import PATHS, Ask, Order
 from attmemo.profiler.peers.process import PathError, Processes
 from attmemo.profiler.turns import alternate
 
 STOCK: Final = "stock"
 PACKED: Final = "exact, packed"
+INT8: Final = "8 bits"
 ROWS: Final = "rows, guarded"
 CACHE: Final = "packed, behind a cache"
 OPENVINO: Final = "OpenVINO"
 ONNX: Final = "ONNX Runtime, float32"
-MAPS: Final = "attention maps"
-APPROXIMATE: Final = (ROWS, MAPS)
-"""Ways whose answers may differ from the exact ones. All others are exact up to rounding."""
-EVERY: Final = 4  # one batch of so many is computed by all ways
+TITLES: Final = {STOCK: "original model", PACKED: "exact", ROWS: "reuse"}
+"""Methods for readers, where they have another name in files."""
+EVERY: Final = 4  # one batch of so many is computed by all methods
+PAYS: Final = 1.05
+"""Speed over another method from which a method is said to pay."""
 _MOST_SAMPLES: Final = 1 << 16
 _PRECISIONS: Final = {"float32": "f32", "bfloat16": "bf16"}  # as OpenVINO calls them
 
@@ -47,10 +45,10 @@ class Lap:
 
     texts: int
     tokens: int
-    rows: int  # computed by the reused way, verification included
+    rows: int  # computed by the method that reuses, verification included
     served: int  # texts whose answers came from records
-    state: str  # of the guard, before the batch: "learning", "certified" or "alarm"
-    seconds: dict[str, float]  # of each way that was asked
+    state: str  # of the guard, before the batch: "learning", "certified", "alarm", or "" without one
+    seconds: dict[str, float]  # of each method that was asked
     changed: dict[str, int]  # answers unlike the exact ones
 
 
@@ -59,16 +57,15 @@ class Standing:
     """What can be said of some laps."""
 
     texts: int
-    ms: dict[str, float]  # a text, of each way; the stock model's over the batches that all ways computed
-    speed: dict[str, float]  # of each way over the stock model, over the same batches; rows: by way of packed blocks
-    over: dict[str, float]  # speed of the reused way over that of each way
-    changed: dict[str, float]  # share of the answers of each way
-    rows: float  # share of the rows that the reused way computed
+    ms: dict[str, float]  # a text, of each method; the original model's over the batches that all methods computed
+    speed: dict[str, float]  # over the original model, over the same batches; of reuse: by way of packed blocks
+    changed: dict[str, float]  # share of the answers of each method
+    rows: float  # share of the rows that the method that reuses computed
     served: float
 
 
 def standing(laps: Sequence[Lap]) -> Standing | None:
-    """Times and shares of some laps; None if no batch of them was computed by all ways."""
+    """Times and shares of some laps; None if no batch of them was computed by all methods."""
     whole = [lap for lap in laps if STOCK in lap.seconds]
     if not whole:
         return None
@@ -77,20 +74,32 @@ def standing(laps: Sequence[Lap]) -> Standing | None:
     def spent(name: str, among: Sequence[Lap]) -> float:
         return sum(lap.seconds[name] for lap in among)
 
-    # Batches that all ways compute are few, and what rows take differs from batch to batch.
-    both = [lap for lap in laps if PACKED in lap.seconds]
     speed = {name: spent(STOCK, whole) / spent(name, whole) for name in names}
-    speed[ROWS] = speed[PACKED] * spent(PACKED, both) / spent(ROWS, both)
+    if ROWS in speed:  # batches that all methods compute are few, and what rows take differs from batch to batch
+        both = [lap for lap in laps if PACKED in lap.seconds]
+        speed[ROWS] = speed[PACKED] * spent(PACKED, both) / spent(ROWS, both)
     stock = 1e3 * spent(STOCK, whole) / sum(lap.texts for lap in whole)
     ms = {name: stock / faster for name, faster in speed.items()}
-    over = {name: speed[ROWS] / speed[name] for name in names}
     differ = {}
     for name in names:
         among = [lap for lap in laps if name in lap.seconds]
         differ[name] = sum(lap.changed[name] for lap in among) / sum(lap.texts for lap in among)
     texts = sum(lap.texts for lap in laps)
     rows = sum(lap.rows for lap in laps) / sum(lap.tokens for lap in laps)
-    return Standing(texts, ms, speed, over, differ, rows, sum(lap.served for lap in laps) / texts)
+    return Standing(texts, ms, speed, differ, rows, sum(lap.served for lap in laps) / texts)
+
+
+def faster_than(laps: Sequence[Lap], name: str, other: str) -> tuple[float, bool]:
+    """How many times as fast one method is as another over laps of both, and whether that is beyond noise.
+
+    It is where it is `PAYS` at least, and the mean of the laps' ratios is two standard errors from 1.
+    """
+    both = [lap.seconds for lap in laps if {name, other} <= lap.seconds.keys()]
+    if len(both) < 2:
+        return 1.0, False
+    ratio = sum(one[other] for one in both) / sum(one[name] for one in both)
+    logs = [log(one[other] / one[name]) for one in both]
+    return ratio, ratio >= PAYS and fmean(logs) > 2.0 * stdev(logs) / sqrt(len(logs))
 
 
 def samples_needed(guard: Mapping[str, Any]) -> int | None:
@@ -134,69 +143,84 @@ def other_runtimes(loaded: LoadedModel, texts: Sequence[Tokens]) -> Iterator[tup
 
 
 class Race:
-    """The ways side by side, and what they took so far: `laps`.
+    """Methods side by side, and what they took so far: `laps`.
 
-    The stock model is the one that is given, other ways of this library get copies; `peers` are further ways by name.
-    Packed blocks and rows compute all batches, the other ways one of `every`: the stream lasts longer.
+    Parameters
+    ----------
+    ways : mapping
+        Methods by name, `STOCK` and `PACKED` among them.
+    differ : callable
+        Given exact answers and those of a method: how many differ.
+    often : collection of str
+        Methods that compute all batches; the others compute one of `every`, so the stream lasts longer. Default: all.
+    handle : Memoization, optional
+        Of the method that reuses.
+    keep : bool
+        Keep the answers of each method: `kept`.
     """
 
-    def __init__(self, loaded: LoadedModel, peers: Mapping[str, Ask], budget: float, every: int = EVERY) -> None:
-        packed, rows = another(loaded), another(loaded)
-        memoize(packed.model, reuse="none")
-        self._kind, self._handle = loaded.kind, memoize_rows(rows, budget)
-        exact = timed(way_of(packed))
-        self.cache = Cache(exact)
-        self._often: dict[str, Ask] = {PACKED: exact, ROWS: timed(way_of(rows))}
-        self._seldom: dict[str, Ask] = {STOCK: timed(way_of(loaded)), **peers, CACHE: self.cache}
+    def __init__(
+        self, ways: Mapping[str, Ask], differ: Callable[[Tensor, Tensor], int], *, often: Collection[str] = (),
+        every: int = EVERY, handle: Any = None, keep: bool = False,
+    ) -> None:  # fmt: skip
+        self._ways, self._differ = dict(ways), differ
+        self._often, self.every = set(often or ways), every
+        self._handle, self._keep = handle, keep
         self.laps: list[Lap] = []
-        self.failed: dict[str, str] = {}  # peers that broke off, and why
-        self.every = every
+        self.kept: dict[str, list[Tensor]] = {name: [] for name in ways}
+        self.failed: dict[str, str] = {}  # methods that broke off, and why
 
-    def warm_up(self, texts: Sequence[Tokens]) -> None:
-        """Ask every way once, uncounted; nothing is learned of these texts."""
-        self._ask([name for name in self._often | self._seldom if name not in (ROWS, CACHE)], texts)
+    def warm_up(self, texts: Sequence[Tokens], *, without: Collection[str] = (ROWS, CACHE)) -> None:
+        """Ask every method once, uncounted; nothing is learned of these texts."""
+        self._ask([name for name in self._ways if name not in without], texts)
 
     @property
-    def guard(self) -> dict[str, Any]:
-        """Statistics of the guard."""
-        found: dict[str, Any] = self._handle.stats()["guard"]
-        return found
+    def guard(self) -> dict[str, Any] | None:
+        """Statistics of the guard, if there is one."""
+        return None if self._handle is None else self._handle.stats()["guard"]
 
-    def stats(self) -> dict[str, Any]:
-        """Statistics of the reused way."""
-        return self._handle.stats()  # type: ignore[no-any-return]
+    def _counts(self) -> tuple[int, int, str]:
+        """Rows computed, texts served, and the state of the guard."""
+        if self._handle is None:
+            return 0, 0, ""
+        stats = self._handle.stats()
+        return stats["rows_computed"], stats["served"], stats["guard"]["state"]
 
     def run(self, texts: Sequence[Tokens]) -> Lap:
-        """One batch through the ways, in another order each time."""
+        """One batch through the methods, in another order each time."""
         turn = len(self.laps)
         whole = turn % self.every == 0
-        ways = self._often | self._seldom if whole else self._often
-        before = self._handle.stats()
-        seconds, given = self._ask(alternate(list(ways), turn // self.every if whole else turn), texts)
-        after, exact = self._handle.stats(), given[PACKED]
-        if not whole:
-            self.cache.learn(texts, exact)
-        differ = {name: int(changed(self._kind, exact, seen, MIN_COSINE).sum()) for name, seen in given.items()}
-        served = [stats["reused"] + stats["repeated"] for stats in (before, after)]
+        names = [name for name in self._ways if whole or name in self._often]
+        rows, served, state = self._counts()
+        seconds, given = self._ask(alternate(names, turn // self.every if whole else turn), texts)
+        after = self._counts()
+        differ = {name: self._differ(given[PACKED], seen) for name, seen in given.items()}
         lap = Lap(
-            len(texts), sum(map(len, texts)), after["rows_computed"] - before["rows_computed"], served[1] - served[0],
-            before["guard"]["state"], seconds, differ,
+            len(texts), sum(map(len, texts)), after[0] - rows, after[1] - served, state,
+            {name: seconds[name] for name in names if name in seconds}, differ,
         )  # fmt: skip
         self.laps.append(lap)
+        if self._keep:
+            for name, answers in given.items():
+                self.kept[name].append(answers)
+        self.answered(texts, given, whole)
         return lap
 
+    def answered(self, texts: Sequence[Tokens], given: Mapping[str, Tensor], whole: bool) -> None:
+        """Called behind each batch with its answers; `whole`: of all methods."""
+
     def _ask(self, names: Iterable[str], texts: Sequence[Tokens]) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Seconds and answers of these ways; one that fails takes no further part."""
+        """Seconds and answers of these methods; one that fails takes no further part."""
         seconds: dict[str, float] = {}
         given: dict[str, Tensor] = {}
         with torch.inference_mode():
             for name in names:
                 try:
-                    seconds[name], given[name] = (self._often | self._seldom)[name](texts)
+                    seconds[name], given[name] = self._ways[name](texts)
                 except PathError as error:
                     self.failed[name] = str(error)
         for name in self.failed:
-            self._seldom.pop(name, None)
+            self._ways.pop(name, None)
         return seconds, given
 
     def run_all(
@@ -211,17 +235,19 @@ class Race:
             if time.monotonic() >= end:
                 break
 
+    @property
+    def late(self) -> list[Lap]:
+        """The last third of the laps, from a batch on that all methods computed."""
+        return self.laps[2 * len(self.laps) // 3 // self.every * self.every :]
+
     def result(self) -> dict[str, Any]:
         """All laps and what can be said of them, JSON-able."""
-        certified = [lap for lap in self.laps if lap.state == "certified"]
-        begin = 2 * len(self.laps) // 3 // self.every * self.every  # a batch that all ways computed
-        late = self.laps[begin:]
-        parts = {"all": standing(self.laps), "certified": standing(certified), "last third": standing(late)}
-        stats = self._handle.stats()
-        return {
-            "parts": {name: found and asdict(found) for name, found in parts.items()},
-            "duplicates": self.cache.share, "min_cosine": MIN_COSINE,
-            "guard": stats["guard"], "records": stats["records"], "record_bytes": stats["record_bytes"],
-            "every": self.every,
-            "laps": [asdict(lap) for lap in self.laps],
+        parts = {"all": standing(self.laps), "last third": standing(self.late)}
+        found: dict[str, Any] = {
+            "parts": {name: part and asdict(part) for name, part in parts.items()}, "every": self.every,
+            "failed": self.failed, "laps": [asdict(lap) for lap in self.laps],
         }  # fmt: skip
+        if self._handle is not None:
+            stats = self._handle.stats()
+            found |= {name: stats[name] for name in ("guard", "records", "record_bytes", "pays")}
+        return found

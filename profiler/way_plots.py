@@ -14,15 +14,17 @@ from matplotlib.ticker import PercentFormatter
 
 from attmemo.profiler.peers.verdict import title_of
 from attmemo.profiler.plots import BLUE, FAINT, GOLD, GREEN, GREY, INK, ORANGE, PURPLE, RED, STYLE, png
-from attmemo.profiler.race import CACHE, MAPS, ONNX, OPENVINO, PACKED, ROWS, STOCK, Lap, standing
+from attmemo.profiler.race import CACHE, INT8, ONNX, OPENVINO, PACKED, ROWS, STOCK, TITLES, Lap, standing
 
 COLORS: Final = {
     "stock": FAINT, "openvino": ORANGE, "onnx": PURPLE, "none": GREEN, "rows": BLUE, "maps": GOLD, "cache": GREY,
+    "8 bits": "#8cc3a4",
 }  # fmt: skip
 _NAMES: Final = {
-    STOCK: "stock", OPENVINO: "openvino", ONNX: "onnx", PACKED: "none", ROWS: "rows", MAPS: "maps", CACHE: "cache",
+    STOCK: "stock", OPENVINO: "openvino", ONNX: "onnx", PACKED: "none", ROWS: "rows", INT8: "8 bits", CACHE: "cache",
 }  # fmt: skip
 WINDOWS: Final = 24
+FEW: Final = 8  # windows, up to which points are marked
 
 
 def color_of(way: str) -> str:
@@ -30,23 +32,36 @@ def color_of(way: str) -> str:
     return COLORS.get(_NAMES.get(way, way.partition("-")[0]), INK)
 
 
-def draw_race(result: Mapping[str, Any]) -> bytes:
-    """The result of a race as a PNG."""
-    laps = [Lap(**lap) for lap in result["laps"]]
-    windows = windows_of(laps, result["every"])
+def draw_demo(result: Mapping[str, Any]) -> bytes:
+    """The result of a demo as a PNG: bars of the embedder, and the classifier window by window."""
+    classifier = result.get("classifier")
     with mpl.rc_context(STYLE):
-        figure = Figure((8.0, 5.6), dpi=120, layout="constrained")
-        above, below = figure.subplots(2, 1, sharex=True)
+        figure = Figure((8.0, 7.4 if classifier else 2.4), dpi=120, layout="constrained")
+        panels = figure.subplots(3 if classifier else 1, 1, squeeze=False)[:, 0]
         figure.suptitle(f"{result['model']}, {result['source']}", fontsize=12, x=0.02, ha="left")
-        _draw_speed(above, windows)
-        _draw_shares(below, windows)
-        certified = next((place for place, lap in enumerate(laps) if lap.state == "certified"), None)
-        for axes in (above, below):
-            if certified is not None:
-                at = sum(lap.texts for lap in laps[:certified])
-                axes.axvline(at, color=FAINT, linewidth=1, linestyle=":", label="the guard is certified")
-            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        _draw_bars(panels[0], result["embedder"]["parts"]["all"]["speed"])
+        if classifier:
+            laps = [Lap(**lap) for lap in classifier["laps"]]
+            windows = windows_of(laps, classifier["every"])
+            _draw_speed(panels[1], windows)
+            _draw_shares(panels[2], windows)
+            certified = next((place for place, lap in enumerate(laps) if lap.state == "certified"), None)
+            for axes in panels[1:]:
+                if certified is not None:
+                    at = sum(lap.texts for lap in laps[:certified])
+                    axes.axvline(at, color=FAINT, linewidth=1, linestyle=":", label="the guard is certified")
+                axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
         return png(figure)
+
+
+def _draw_bars(axes: Axes, speed: Mapping[str, float]) -> None:
+    names = list(speed)[::-1]
+    titles = [TITLES.get(name, name) for name in names]
+    drawn = axes.barh(titles, [speed[name] for name in names], 0.7, color=[color_of(name) for name in names])
+    axes.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8.5)
+    axes.axvline(1.0, color=GREY, linestyle="--", linewidth=1)
+    axes.set_xlim(0.0, 1.15 * max(speed.values()))
+    axes.set_title("Embedder: speed, original model = 1")
 
 
 def windows_of(laps: Sequence[Lap], every: int) -> list[Sequence[Lap]]:
@@ -64,27 +79,29 @@ def _draw_speed(axes: Axes, windows: Sequence[Sequence[Lap]]) -> None:
     pairs = [(end, found) for end, w in zip(_ends(windows), windows, strict=True) if (found := standing(w))]
     names = [name for name in pairs[0][1].speed if name != STOCK]
     for name in names:
-        style = {"color": color_of(name), "label": name, "linewidth": 2.2 if name == ROWS else 1.2}
+        style = {"color": color_of(name), "label": TITLES.get(name, name), "linewidth": 2.2 if name == ROWS else 1.2}
+        style["marker"] = "o" if len(pairs) <= FEW else ""
         axes.plot([end for end, _ in pairs], [found.speed[name] for _, found in pairs], **style)  # type: ignore[arg-type]
-    axes.axhline(1.0, color=color_of(STOCK), linewidth=1, linestyle="--", label=STOCK)
+    axes.axhline(1.0, color=color_of(STOCK), linewidth=1, linestyle="--", label=TITLES[STOCK])
     axes.set_ylim(bottom=0.0)
-    axes.set_ylabel("speed, stock = 1")
-    axes.set_title("Speed, window by window")
+    axes.set_ylabel("original model = 1")
+    axes.set_title("Classifier: speed, window by window")
 
 
 def _draw_shares(axes: Axes, windows: Sequence[Sequence[Lap]]) -> None:
-    ends, blue = _ends(windows), color_of(ROWS)  # all of it is about rows
+    ends, blue = _ends(windows), color_of(ROWS)  # all of it is about reuse
+    axes.set_prop_cycle(marker=["o" if len(ends) <= FEW else ""])
     tokens, texts = ([sum(getattr(lap, what) for lap in w) for w in windows] for what in ("tokens", "texts"))
     rows, served = ([sum(getattr(lap, what) for lap in w) for w in windows] for what in ("rows", "served"))
     differ = accumulate(sum(lap.changed[ROWS] for lap in window) for window in windows)
-    axes.plot(ends, [a / b for a, b in zip(rows, tokens, strict=True)], color=blue, label="rows computed")
+    axes.plot(ends, [a / b for a, b in zip(rows, tokens, strict=True)], color=blue, label="tokens recomputed")
     lines = [a / b for a, b in zip(served, texts, strict=True)]
-    axes.plot(ends, lines, color=blue, linestyle="--", linewidth=1.2, label="lines served")
+    axes.plot(ends, lines, color=blue, linestyle="--", linewidth=1.2, label="lines reused")
     axes.plot(ends, [a / b for a, b in zip(differ, ends, strict=True)], color=RED, label="changed, so far")
     axes.set_ylim(bottom=0.0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("lines")
-    axes.set_title("Shares; a row that is computed twice, to verify, counts twice")
+    axes.set_title("Classifier: shares; a token that is computed twice, to check, counts twice")
 
 
 def draw_table(found: Mapping[str, Any]) -> bytes:

@@ -1,8 +1,8 @@
 """The demo as a newcomer gets it: a fresh clone, set-up and demo timed apart. Or once more, in this environment.
 
-    python scripts/bench_demo.py docs/demo-payments.json "bfloat16"                          # a fresh clone of HEAD
-    python scripts/bench_demo.py docs/demo-payments.json "bfloat16, peers installed" --here  # what is installed here
-    python scripts/bench_demo.py docs/demo-payments.json "float32" --here -- --dtype float32
+    python scripts/bench_demo.py OUT.json "bfloat16"                          # a fresh clone of HEAD
+    python scripts/bench_demo.py OUT.json "bfloat16, peers installed" --here  # what is installed here
+    python scripts/bench_demo.py OUT.json "float32" --here -- --dtype float32
 
 The run is written into the JSON under its name, the others stay. A fresh clone compiles and installs everything. pip
 may have packages in its cache: then no number here says how long a download takes.
@@ -27,9 +27,9 @@ ATTMEMO = (sys.executable, "-c", "from attmemo.cli.app import main; main()")
 
 
 def short(value: Any) -> Any:
-    """Six digits are enough."""
+    """Six digits are enough, and what is too long or of this machine alone is left out."""
     if isinstance(value, dict):
-        return {name: short(item) for name, item in value.items()}
+        return {name: short(item) for name, item in value.items() if name not in LEFT}
     if isinstance(value, list):
         return [short(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -79,7 +79,7 @@ def main() -> None:
     args, more = parser.parse_args(words[:at]), words[at + 1 :]
     found = here(more) if args.here else fresh(more)
     runs = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
-    runs[args.name] = {name: short(value) for name, value in found.items() if name not in LEFT}
+    runs[args.name] = short(found)
     write_whole("the JSON", args.out, f"{json.dumps(runs, indent=1, ensure_ascii=False)}\n".encode())
 
 

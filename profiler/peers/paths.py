@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attmemo.errors import AttmemoError
+from attmemo.guard.answers import AnswerRule
 from attmemo.kernels.linear8 import LinearName
 from attmemo.memoization import memoize
 from attmemo.profiler.answers import ANSWERS
@@ -178,9 +179,11 @@ def _compiled(order: Order) -> Ready:
     return Ready(way)
 
 
-def memoize_rows(loaded: LoadedModel, budget: float, linear: LinearName = "exact") -> Any:
+def memoize_rows(
+    loaded: LoadedModel, budget: float, linear: LinearName = "exact", answer: AnswerRule | None = None
+) -> Any:
     """Memoize a model as a user does, guarded, with nothing stored; its handle."""
-    rule = ANSWERS.get("class" if loaded.kind == "classifier" else loaded.pooling or "mean")
+    rule = answer or ANSWERS.get("class" if loaded.kind == "classifier" else loaded.pooling or "mean")
     if rule is None:
         raise AttmemoError(f"answers pooled by {loaded.pooling} cannot be guarded.", "give a model pooled by mean")
     model: Any = memoize(

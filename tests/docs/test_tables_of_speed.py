@@ -1,4 +1,4 @@
-"""Tables of the service, the demo, streams, rows and maps have the numbers of the JSON files beside the pages."""
+"""Tables of the service, streams, rows and maps have the numbers of the JSON files beside the pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from docs_tools import Row, check_table, measured, only
 
-from attmemo.profiler.race import APPROXIMATE, CACHE, ONNX, OPENVINO, PACKED, ROWS, STOCK
+from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS
 
 FLOAT32 = "service.json"
 SERVERS = {
@@ -70,25 +70,6 @@ def service(file: str) -> Iterator[Row]:
         values = [part[name] for part in one["single"] for name in ("lines_per_second", "p50_ms", "p99_ms")]
         batches = [] if file == FLOAT32 else [one["batches_of_32"]["lines_per_second"]]
         yield [label + f"{one['share_computed']:.2f}".lstrip("0") if way == "rows" else label], [*values, *batches]
-
-
-def logins() -> Iterator[Row]:
-    for label, file in (("AMX, bfloat16", "demo.json"), ("AVX2, float32", "demo-float32.json")):
-        found = measured(file)
-        every, late = found["parts"]["all"], found["parts"]["last third"]
-        values = [every["texts"], found["stream_seconds"], every["speed"][PACKED]]
-        values += [every["speed"][PACKED] / every["speed"][OPENVINO]] if OPENVINO in found["peers"] else []
-        values += [every["speed"][ROWS], late["speed"][ROWS], 100 * every["changed"][ROWS]]
-        yield [f"{label} ([{file}]"], values
-
-
-def payments() -> Iterator[Row]:
-    for name, demo in measured("demo-payments.json").items():
-        whole, late = demo["parts"]["all"], demo["parts"]["last third"]
-        best = min(ms for way, ms in late["ms"].items() if way not in APPROXIMATE)
-        speeds = whole["ms"][STOCK], whole["speed"][PACKED], whole["speed"][ROWS], late["speed"][ROWS]
-        assert demo["guard"]["state"] == "certified"
-        yield [name], [whole["texts"], *speeds, best / late["ms"][ROWS], 100 * whole["changed"][ROWS]]
 
 
 def streams(file: str) -> Iterator[Row]:
@@ -165,8 +146,6 @@ TABLES: list[tuple[str, str, Iterator[Row]]] = [
     ("service-measured.md", "float32, MiniLM-L6, lines of OpenSSH", service(FLOAT32)),
     ("service-measured.md", "In bfloat16, two cores with AMX", service("service-bfloat16.json")),
     ("service-measured.md", "In bfloat16, two cores with AVX-512", service("service-avx512.json")),
-    ("streams-measured.md", "Measured on lines of login", logins()),
-    ("streams-measured.md", "Demos with payments", payments()),
     ("streams-measured.md", "| stock = 1 |", streams("streams-avx512.json")),
     ("streams-measured.md", "With AMX, in bfloat16", streams("streams.json")),
     ("streams-measured.md", "The same in float32", streams("streams-float32.json")),

@@ -1,4 +1,4 @@
-"""The demo: lines as they come through all ways, and what is missing said before it starts."""
+"""The demo: an embedder and a classifier, all methods side by side; what is missing is said before it starts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from odd_paths import ODD
+from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
 from attmemo.cli import demo as command
@@ -24,15 +25,16 @@ from attmemo.cli.app import app
 from attmemo.cli.live import LiveLine
 from attmemo.errors import DataError
 from attmemo.guard.guard import Guard
+from attmemo.memoization import memoize
 from attmemo.profiler import demo
 from attmemo.profiler.demo import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model, own_pooling, tokenize
-from attmemo.profiler.peers.paths import PATHS, Cache, another, way_of
+from attmemo.profiler.peers.paths import PATHS, Cache, another, memoize_rows, timed, way_of
 from attmemo.profiler.race import (
     CACHE,
     EVERY,
-    MAPS,
+    INT8,
     ONNX,
     OPENVINO,
     PACKED,
@@ -40,6 +42,7 @@ from attmemo.profiler.race import (
     STOCK,
     Lap,
     Race,
+    faster_than,
     other_runtimes,
     samples_needed,
     standing,
@@ -58,36 +61,38 @@ def make_small(patch: pytest.MonkeyPatch, model: str) -> None:
     patch.setattr(demo, "other_runtimes", lambda *_: nullcontext(({}, [])))
 
 
+@pytest.fixture(scope="module")
+def encoder(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The small model without its head: an embedder."""
+    folder = str(tmp_path_factory.mktemp("encoder"))
+    AutoModel.from_pretrained(tiny_bert).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def small(tiny_bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small(monkeypatch, tiny_bert)
+def small(encoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch, encoder)
 
 
 @pytest.fixture(scope="module")
-def made(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+def made(encoder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
     """What a demo leaves behind, what it says, and its numbers."""
     output = tmp_path_factory.mktemp("demo") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        make_small(patch, tiny_bert)
+        make_small(patch, encoder)
         result = run("--dtype", "float32", "--output", output, "--json", output.parent / "result.json")
     assert result.exit_code == 0, result.output
     return output, result.stdout, json.loads((output.parent / "result.json").read_text())
 
 
 class TestRun:
-    def test_ends_with_a_table_a_verdict_and_a_plot(self, made: tuple[Path, str, dict[str, Any]]) -> None:
+    def test_ends_with_two_tables_verdicts_and_a_plot(self, made: tuple[Path, str, dict[str, Any]]) -> None:
         output, said, _ = made
         for shown in (
-            STOCK,
-            PACKED,
-            ROWS,
-            CACHE,
-            "ms a line",
-            "changed",
-            "Guard: ",
-            "Reuse of rows",
-            "invented lines",
-        ):
+            "original model", "exact", "8 bits", "reuse", "ms a line", "neighbours", "changed", "Guard: ",
+            "memoize(model)", "Reuse ", "invented lines", "attmemo advise",
+        ):  # fmt: skip
             assert shown in said
         assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
         assert (output / "summary.txt").read_text() in said
@@ -99,14 +104,28 @@ class TestRun:
         assert "\x1b" not in said
         assert "\r" not in said
 
-    def test_every_line_is_computed_and_its_answer_compared(self, made: tuple[Path, str, dict[str, Any]]) -> None:
+    def test_all_methods_of_the_embedder_compute_the_same_lines(self, made: tuple[Path, str, dict[str, Any]]) -> None:
         _, _, found = made
+        embedder = found["embedder"]
         assert found["invented"]
-        assert sum(lap["texts"] for lap in found["laps"]) == 320
-        assert all({PACKED, ROWS} <= lap["changed"].keys() for lap in found["laps"])
-        asked = [STOCK in lap["seconds"] for lap in found["laps"]]
-        assert asked == [turn % demo.OTHERS == 0 for turn in range(len(asked))]
-        assert found["parts"]["all"]["changed"][STOCK] == 0
+        assert all(lap["seconds"].keys() == {STOCK, PACKED, INT8} for lap in embedder["laps"])
+        assert embedder["parts"]["all"]["changed"][STOCK] == 0
+        assert embedder["neighbours"].keys() == {STOCK, PACKED, INT8}
+        assert embedder["neighbours"][STOCK] == 1.0, "in float32 it is the reference"
+        assert embedder["neighbours"][PACKED] > 0.95
+        assert embedder["rival"] == STOCK
+
+    def test_the_classifier_sees_the_lines_behind_those_it_learned_from(
+        self, made: tuple[Path, str, dict[str, Any]]
+    ) -> None:
+        _, _, found = made
+        classifier = found["classifier"]
+        assert sum(lap["texts"] for lap in classifier["laps"]) + classifier["trained_on"] == 320
+        assert all({PACKED, ROWS} <= lap["changed"].keys() for lap in classifier["laps"])
+        asked = [STOCK in lap["seconds"] for lap in classifier["laps"]]
+        assert asked == [turn % EVERY == 0 for turn in range(len(asked))]
+        assert 2 <= classifier["kinds"] <= demo.KINDS
+        assert classifier["guard"]["budget"] == demo.BUDGET
 
     @pytest.mark.usefixtures("small")
     def test_takes_the_users_log_and_replaces_an_earlier_demo(self, tmp_path: Path) -> None:
@@ -115,10 +134,10 @@ class TestRun:
         for _ in range(2):
             assert run(log, "--output", tmp_path / "out", "--quiet").exit_code == 0
         found = json.loads((tmp_path / "out" / "demo.json").read_text())
-        assert found["parts"]["all"]["texts"] == 230
+        assert found["embedder"]["parts"]["all"]["texts"] == 230
         assert not found["invented"]
-        laps = [Lap(**lap) for lap in found["laps"]]
-        assert len(windows_of(laps, found["every"])) >= demo.LEAST_WINDOWS
+        classifier = found["classifier"]
+        assert len(windows_of([Lap(**lap) for lap in classifier["laps"]], classifier["every"])) >= 3
 
     @pytest.mark.parametrize("service", get_args(demo.Service))
     def test_invents_the_lines_of_the_service_that_is_named(self, service: demo.Service) -> None:
@@ -127,36 +146,18 @@ class TestRun:
         assert list(next(source.batches())) == list(generate_log(demo.BATCH, 0, (service,)))
 
     @pytest.mark.usefixtures("small")
-    def test_attention_maps_of_the_first_lines_take_part_where_there_is_time(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(demo, "STORED", 96)
-        monkeypatch.setattr(demo, "JUDGED", 32)
-        monkeypatch.setattr(demo, "MAPS_SHARE", 0.5)
-        told: list[str] = []
-        found = demo.run_demo(demo.Source(), tmp_path / "out", tell=told.append, dtype="float32")
-        assert found["maps"] == [96, 32]
-        assert sum(lap["texts"] for lap in found["laps"]) == 320 - 96 - 32
-        assert {STOCK, PACKED, ROWS, CACHE, MAPS} == found["parts"]["all"]["ms"].keys()
-        assert "choosing the threshold of the maps" in told
-        summary = command.summarize(found)
-        assert any(line.startswith(MAPS) for line in summary)
-        assert "of 96 earlier lines" in " ".join(summary)
-
-    @pytest.mark.usefixtures("small")
-    def test_a_short_log_goes_through_the_other_ways_from_its_first_line_on(self, tmp_path: Path) -> None:
-        found = demo.run_demo(demo.Source(), tmp_path / "out", dtype="float32")
-        assert found["maps"] is None
-        assert sum(lap["texts"] for lap in found["laps"]) == 320
-        assert any("attention maps are left out" in note for note in found["notes"])
-        assert "--seconds gives more" not in " ".join(command.summarize(found)), "the lines ended, not the time"
-
-    @pytest.mark.usefixtures("small")
     def test_ends_when_the_time_is_over(self, tmp_path: Path) -> None:
         found = demo.run_demo(demo.Source(), tmp_path / "out", seconds=0.0, dtype="float32")
-        assert len(found["laps"]) == 1
-        assert found["time_over"]
-        assert "--seconds gives more" in " ".join(command.summarize(found))
+        assert len(found["embedder"]["laps"]) == 1
+        assert "classifier" in found
+
+    @pytest.mark.usefixtures("small")
+    def test_lines_that_are_all_alike_have_no_classifier(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        log.write_text("the same line\n" * demo.FEWEST)
+        found = demo.run_demo(demo.Source(log), tmp_path / "out", dtype="float32")
+        assert "classifier" not in found
+        assert "Note: no classifier: all lines are alike" in command.summarize(found)
 
 
 class TestRefusals:
@@ -169,28 +170,24 @@ class TestRefusals:
         return stderr
 
     @pytest.mark.usefixtures("small")
-    @pytest.mark.parametrize("way", [[], ["--maps"]])
-    def test_never_touches_what_no_demo_made(self, tmp_path: Path, way: list[str]) -> None:
+    def test_never_touches_what_no_demo_made(self, tmp_path: Path) -> None:
         precious = tmp_path / "database" / "MANIFEST.json"
         precious.parent.mkdir()
         precious.write_text("precious")
-        assert "no demo made" in self.refuse("--output", tmp_path, *way)
-        assert "no demo made" in self.refuse("--output", precious, *way)
+        assert "no demo made" in self.refuse("--output", tmp_path)
+        assert "no demo made" in self.refuse("--output", precious)
         assert precious.read_text() == "precious"
         assert [path.name for path in tmp_path.iterdir()] == ["database"]
 
     @pytest.mark.usefixtures("small")
-    @pytest.mark.parametrize("way", [[], ["--maps"]])
     @pytest.mark.parametrize(
         ("content", "said"), [(None, "cannot be read"), (b"one\ntwo\n\n", "2 lines"), (b"PK\x03\x04\0\0", "not text")]
     )
-    def test_a_bad_log_is_refused_at_once(
-        self, content: bytes | None, said: str, tmp_path: Path, way: list[str]
-    ) -> None:
+    def test_a_bad_log_is_refused_at_once(self, content: bytes | None, said: str, tmp_path: Path) -> None:
         log = tmp_path / "my.log"
         if content is not None:
             log.write_bytes(content)
-        stderr = self.refuse(log, "--output", tmp_path / "out", *way)
+        stderr = self.refuse(log, "--output", tmp_path / "out")
         assert said in stderr
         assert str(log) in stderr
         assert not (tmp_path / "out").exists()
@@ -204,9 +201,8 @@ class TestRefusals:
 
     def test_a_log_and_standard_input_exclude_each_other(self) -> None:
         assert run("my.log", "--stdin").exit_code == 2
-        assert run("--maps", "--stdin").exit_code == 2
 
-    @pytest.mark.parametrize("other", [["my.log"], ["--stdin"], ["--maps"]])
+    @pytest.mark.parametrize("other", [["my.log"], ["--stdin"]])
     def test_a_service_is_of_invented_lines_only(self, other: list[str]) -> None:
         assert run("--service", "web", *other).exit_code == 2
         assert run("--service", "nothing").exit_code == 2
@@ -243,11 +239,23 @@ class TestLines:
         assert list(in_batches(read_log(log, 3), 2)) == [["a", "b"], ["c"]]
 
 
+def race_of(loaded: Any, peers: dict[str, Any] | None = None, every: int = EVERY) -> Race:
+    """The original model, packed blocks and guarded rows of a small encoder, and further methods."""
+    packed, rows = another(loaded), another(loaded)
+    memoize(packed.model, reuse="none")
+    handle = memoize_rows(rows, 0.01)
+    ways = {STOCK: loaded, PACKED: packed, ROWS: rows}
+    return Race(
+        {name: timed(way_of(one)) for name, one in ways.items()} | (peers or {}), lambda exact, seen: 0,
+        often=(PACKED, ROWS), every=every, handle=handle,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def race(tiny_bert: str) -> Race:
     """160 lines have run."""
     loaded = load_model(tiny_bert)
-    race = Race(loaded, {}, 0.01)
+    race = race_of(loaded)
     texts = tokenize(loaded, list(generate_log(160, 3)), 64)
     race.run_all([texts[start : start + 16] for start in range(0, 160, 16)], 1e9)
     return race
@@ -255,7 +263,7 @@ def race(tiny_bert: str) -> Race:
 
 class TestRace:
     def test_shares_are_those_of_the_handle(self, race: Race) -> None:
-        stats, found = race.stats(), standing(race.laps)
+        stats, found = race._handle.stats(), standing(race.laps)
         assert found is not None
         assert found.rows * sum(lap.tokens for lap in race.laps) == pytest.approx(stats["rows_computed"])
         assert found.texts == stats["guard"]["requests"] + sum(stats["not_looked_up"].values()) == 160
@@ -264,7 +272,7 @@ class TestRace:
     def test_the_stock_model_stays_as_it_was(self, tiny_bert: str) -> None:
         loaded = load_model(tiny_bert)
         before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
-        Race(loaded, {}, 0.01)
+        race_of(loaded)
         assert not hasattr(loaded.model, "attmemo")
         assert all(torch.equal(value, before[name]) for name, value in loaded.model.state_dict().items())
 
@@ -277,7 +285,7 @@ class TestRace:
         assert found is not None
         rows = pytest.approx(32 / 11)  # over packed blocks
         assert found.speed == {STOCK: 1.0, PACKED: 2.0, ROWS: pytest.approx(64 / 11)}
-        assert found.over == {STOCK: pytest.approx(64 / 11), PACKED: rows, ROWS: 1.0}
+        assert found.speed[ROWS] / found.speed[PACKED] == rows
         assert found.ms == {STOCK: 400.0, PACKED: 200.0, ROWS: pytest.approx(400 * 11 / 64)}
         assert (found.rows, found.served, found.changed[ROWS]) == (0.5, 0.5, 0.1)
         assert standing(laps[1:]) is None
@@ -306,7 +314,7 @@ class TestRace:
         with other_runtimes(loaded, texts[:1]) as (peers, notes):
             assert notes == [f"{OPENVINO} takes no part: RuntimeError: this model is too odd"]
             assert peers.keys() == {ONNX}
-            race = Race(loaded, peers, 0.01, every=1)
+            race = race_of(loaded, peers, every=1)
             race.warm_up(texts[:1])
             torch.testing.assert_close(peers[ONNX](texts[:1])[1], way_of(loaded)(texts[:1]))
             race.run_all([texts[:1], texts[1:16], texts[16:]], 1e9)
@@ -314,7 +322,17 @@ class TestRace:
         assert [ONNX in lap.seconds for lap in race.laps] == [True, False, False]
         found = standing(race.laps)
         assert found is not None
-        assert found.speed.keys() == {STOCK, PACKED, ROWS, CACHE}
+        assert found.speed.keys() == {STOCK, PACKED, ROWS}
+
+    def test_a_gain_counts_if_it_is_beyond_the_noise_of_the_laps(self) -> None:
+        def laps(*ratios: float) -> list[Lap]:
+            return [Lap(1, 1, 1, 0, "", {PACKED: ratio, ROWS: 1.0}, {}) for ratio in ratios]
+
+        assert faster_than(laps(1.2, 1.3, 1.25, 1.2), ROWS, PACKED) == (pytest.approx(1.2375), True)
+        assert faster_than(laps(0.5, 2.5, 0.6, 2.2), ROWS, PACKED) == (pytest.approx(1.45), False)
+        assert not faster_than(laps(1.02, 1.03, 1.02), ROWS, PACKED)[1], "less than a reader would notice"
+        assert not faster_than(laps(2.0), ROWS, PACKED)[1], "one lap says nothing"
+        assert not faster_than(laps(0.8, 0.8), ROWS, PACKED)[1]
 
     def test_a_cache_asks_for_no_text_twice(self, tiny_bert: str) -> None:
         loaded = load_model(tiny_bert)
@@ -346,53 +364,57 @@ def test_bfloat16_is_taken_where_the_processor_multiplies_it(
 
 
 class TestVerdict:
-    def result(self, rows_ms: float, late_ms: float, certified: bool) -> dict[str, Any]:
-        def part(ms: float) -> dict[str, Any]:
-            all_ms = {STOCK: 10.0, PACKED: 8.0, ROWS: ms, MAPS: 1.0}  # maps are not exact, however fast they are
-            return {"ms": all_ms, "speed": {name: 10.0 / value for name, value in all_ms.items()}}
+    def classifier(self, served: float, late: tuple[float, bool]) -> str:
+        parts = {"last third": {"served": served}}
+        return command.verdict_of_classifier({"parts": parts, "late": late, "whole": (0.9, False)}, 0.01)
 
-        parts = {"all": part(rows_ms), "certified": part(late_ms) if certified else None, "last third": part(late_ms)}
-        return {"parts": parts}
+    def test_reuse_pays_only_where_a_fifth_was_reused_and_the_gain_is_beyond_noise(self) -> None:
+        assert self.classifier(0.5, (1.4, True)).startswith("Reuse pays for this classifier: 1.40x exact")
+        assert "only 19 % of the last third were reused" in self.classifier(0.19, (1.4, True))
+        assert "no gain beyond noise" in self.classifier(0.5, (1.1, False))
+        assert "it costs more than it saves" in self.classifier(0.5, (0.9, False))
 
-    def test_says_both_numbers_and_whether_reuse_pays(self) -> None:
-        pays = command.verdict(self.result(5.0, 4.0, True))
-        assert "pays on these lines: 2.00x the best exact way" in pays
-        assert "while the guard was certified, 1.60x and 2.00x over all lines" in pays
-        assert "once the guard has learned: 2.00x" in command.verdict(self.result(9.0, 4.0, True))
-        never = command.verdict(self.result(9.0, 9.0, False))
-        assert "does not pay" in never
-        assert "over the last third" in never
-        assert "memoize(model), 1.25x the stock model" in never
+    def embedder(self, exact: tuple[float, bool], int8: tuple[float, bool], rival: str = OPENVINO) -> str:
+        speed = {STOCK: 1.0, OPENVINO: 1.5, PACKED: 1.5 * exact[0], INT8: 1.5 * int8[0]}
+        return command.verdict_of_embedder(
+            {"rival": rival, "parts": {"all": {"speed": speed}}, "faster": {PACKED: exact, INT8: int8},
+             "neighbours": {INT8: 0.912}}
+        )  # fmt: skip
+
+    def test_the_embedder_ends_with_a_call_to_use_or_says_that_nothing_pays(self) -> None:
+        both = self.embedder((1.4, True), (2.0, True))
+        assert "Use memoize(model): 1.40x OpenVINO, 2.10x the original model, and exact." in both
+        assert 'linear="int8"): 2.00x OpenVINO, 3.00x the original model, with 0.912 of the neighbours kept.' in both
+        only = self.embedder((1.0, False), (2.0, True))
+        assert "memoize(model) is 1.00x OpenVINO" in only
+        assert "does not pay" not in only
+        assert "attmemo does not pay" in self.embedder((1.0, False), (0.9, False))
+        assert "1.40x the original model, and exact" in self.embedder((1.4, True), (1.0, False), STOCK)
+
+
+def test_neighbours_are_those_of_the_reference() -> None:
+    reference = torch.eye(40)[:20] + 0.1 * torch.randn(20, 40, generator=torch.Generator().manual_seed(0))
+    assert demo.neighbours_kept(3.0 * reference, reference) == 1.0
+    assert demo.neighbours_kept(reference.flip(0), reference) < 1.0
+    assert demo.neighbours_kept(reference[:1], reference[:1]) == 1.0
 
 
 @pytest.mark.parametrize("batches", [1, 3, 4, 7, 96, 100, 150, 200])
 def test_no_window_of_the_plot_is_shorter_than_the_others(batches: int) -> None:
     laps = [Lap(1, 1, 1, 0, "learning", {}, {}) for _ in range(batches)]
-    windows = windows_of(laps, demo.OTHERS)
+    windows = windows_of(laps, EVERY)
     assert [lap for window in windows for lap in window] == laps
     lengths = [len(window) for window in windows]
     assert min(lengths) == lengths[0]
-    assert not any(length % demo.OTHERS for length in lengths[:-1]), "each begins with a batch that all ways computed"
-
-
-@pytest.mark.parametrize("lines", [demo.FEWEST, 300, 500, 640, 2000])
-def test_the_plot_of_a_file_has_five_windows_or_more(lines: int, tmp_path: Path) -> None:
-    log = tmp_path / "my.log"
-    log.write_text("one line\n" * lines)
-    source = demo.Source(log)
-    every, batches = demo._every(source, source.batches(), for_maps=False)
-    laps = [Lap(len(batch), 1, 1, 0, "learning", {}, {}) for batch in batches]
-    assert sum(lap.texts for lap in laps) == lines
-    assert len(windows_of(laps, every)) >= 5
-    assert 1 <= every <= EVERY
+    assert not any(length % EVERY for length in lengths[:-1]), "each begins with a batch that all ways computed"
 
 
 def test_a_way_has_one_colour_in_all_plots() -> None:
-    ways = [STOCK, PACKED, ROWS, CACHE, MAPS, OPENVINO, ONNX]
+    ways = [STOCK, PACKED, INT8, ROWS, CACHE, OPENVINO, ONNX]
     assert len({color_of(way) for way in ways}) == len(ways)
     for way, paths in {
         OPENVINO: ("openvino-bf16", "openvino-int8"), ONNX: ("onnx", "onnx-int8"), PACKED: ("none", "none-int8"),
-        ROWS: ("rows", "rows-int8"), MAPS: ("maps",), CACHE: ("cache",), STOCK: ("stock",),
+        ROWS: ("rows", "rows-int8"), CACHE: ("cache",), STOCK: ("stock",),
     }.items():  # fmt: skip
         assert {color_of(path) for path in paths} == {color_of(way)}
     for path in PATHS:
@@ -408,15 +430,18 @@ def test_the_live_line_is_silent_where_there_is_no_terminal(capsys: pytest.Captu
 
 def test_the_live_line_fits_a_terminal(tiny_bert: str) -> None:
     loaded = load_model(tiny_bert)
-    race = Race(loaded, {}, 0.01)
+    race = race_of(loaded)
     assert command._live(race) == "begins"
     texts = tokenize(loaded, list(generate_log(16, 3)), 64)
     race.run(texts)
-    assert "learning: 0 of about " in command._live(race)
+    assert "0 of about " in command._live(race)
     assert len(command._live(race)) < 80
-    later: Any = SimpleNamespace(laps=race.laps, guard=race.guard | {"state": "certified", "verified": 1234})
-    assert command._live(later).startswith("certified: 1234 verified ")
+    later: Any = SimpleNamespace(laps=race.laps, guard={"state": "certified", "verified": 1234})
+    assert "1234 checks" in command._live(later)
     assert len(command._live(later)) < 80
+    exact: Any = SimpleNamespace(laps=[Lap(99, 1, 0, 0, "", {STOCK: 2.0, PACKED: 1.0, INT8: 1.0}, {
+        STOCK: 0, PACKED: 0, INT8: 0})], guard=None)  # fmt: skip
+    assert command._live(exact).startswith("embedder: 99 lines, exact 2.0x")
 
 
 def test_the_packaged_model_is_found() -> None:
@@ -424,16 +449,16 @@ def test_the_packaged_model_is_found() -> None:
     assert (Path(demo.model_path()) / "config.json").is_file()
 
 
-def test_standard_input_is_read_by_the_command(tiny_bert: str, tmp_path: Path) -> None:
+def test_standard_input_is_read_by_the_command(encoder: str, tmp_path: Path) -> None:
     code = (
         "import sys; from attmemo.profiler import demo; path = sys.argv.pop(); "
         "from contextlib import nullcontext\n"
         "demo.model_path = lambda: path; demo.other_runtimes = lambda *_: nullcontext(({}, []))\n"
         "from attmemo.cli import main; main()"
     )
-    arguments = ["demo", "--stdin", "--output", str(tmp_path / "out"), "--json", "-", tiny_bert]
+    arguments = ["demo", "--stdin", "--output", str(tmp_path / "out"), "--json", "-", encoder]
     lines = "\n".join(generate_log(40, 1))
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], input=lines, capture_output=True, text=True, timeout=90, check=True
     )
-    assert json.loads(done.stdout)["parts"]["all"]["texts"] == 40
+    assert json.loads(done.stdout)["embedder"]["parts"]["all"]["texts"] == 40
