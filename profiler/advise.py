@@ -189,11 +189,14 @@ def recommend(result: dict[str, Any]) -> list[str]:
             "model. A cached answer costs nothing and is exact."
         )
     if guarded["over_packed"] >= PAYS:
-        speed = f"{guarded['over_packed']:.1f} times the speed of packed blocks, {guarded['over_stock']:.1f} of stock"
+        speed = (
+            f"{guarded['over_packed']:.1f} times the speed of packed blocks, {guarded['over_stock']:.1f} of the "
+            "original model"
+        )
         advice.append(
-            f"Use memoize(model, reuse='rows', budget=0.01). Expected once it has learned: up to {speed}. Answers "
-            "decide: where they change, the guard serves less. Watch model.attmemo.stats()['guard']['says'] on real "
-            "traffic."
+            f"Use memoize(model, reuse='rows', budget=0.01). Expected once the guard has its evidence: up to {speed}. "
+            "Answers decide: where they change, the guard reuses less. Watch "
+            "model.attmemo.stats()['guard']['says'] on real traffic."
         )
     elif result["unguarded"]["over_packed"] >= PAYS:
         advice.append(
@@ -204,7 +207,7 @@ def recommend(result: dict[str, Any]) -> list[str]:
     else:
         advice.append("Do not reuse rows: too little repeats." if not advice else "Reuse of rows adds too little.")
     if guarded["over_packed"] < PAYS and packed >= 1.05:
-        advice.append(f"memoize(model) is exact and gives {packed:.2f} times the speed of stock here.")
+        advice.append(f"memoize(model) is exact and gives {packed:.2f} times the speed of the original model here.")
     elif guarded["over_packed"] < PAYS:
         kind = "bfloat16" if result["native_bfloat16"] else "float32"
         advice.append(f"Blocks without padding gain little here either: compare with OpenVINO in {kind}.")

@@ -112,7 +112,7 @@ def _by_share(axes: Axes, result: Result, lines: Lines, label: str = "", control
             axes.plot(*at, mark, color=FAINT, fillstyle="none", markersize=7, label=label_of)
     _name_shares(axes, label)
     axes.set_xlim(0.0, 1.02)
-    axes.set_xlabel("share of rows computed")
+    axes.set_xlabel("share of tokens recomputed")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
@@ -133,7 +133,8 @@ def _draw_speed_by_share(axes: Axes, result: Result) -> None:
     least = min([0.9, *(share for share in shares if share > 0.0)])
     line = [least + (1.0 - least) * step / 50 for step in range(51)]
     axes.plot(line, [1.0 / share for share in line], "--", color=FAINT, linewidth=1, label="limit: 1 / share")
-    lines = {"speedup_packed": ("against packed blocks", BLUE, "o-"), "speedup": ("against stock", GREY, "s-")}
+    packed = ("against packed blocks", BLUE, "o-")
+    lines = {"speedup_packed": packed, "speedup": ("against the original model", GREY, "s-")}
     _by_share(axes, result, lines, "times the speed")
     axes.set_ylim(bottom=0.0)
 
@@ -205,19 +206,20 @@ PANELS: Final = (
           "prediction should lie below the truth.", _draw_similarity),
     Panel("sweep", "Speed by threshold", "Speed against the exact model of the same run, with lookups and misses. "
           "Above 1 memoization pays.", _draw_speed, ("maps",)),
-    Panel("sweep", "Speed by share of rows computed", "Each point is a threshold. Without any other work the speed "
-          "against packed blocks would be one over the share. Against stock it can be higher: no padding is computed.",
+    Panel("sweep", "Speed by share of tokens recomputed", "Each point is a threshold. Without any other work the "
+          "speed against packed blocks would be one over the share. Against the original model it can be higher: no "
+          "padding is computed.",
           _draw_speed_by_share, ("rows",)),
     Panel("time", "Where the time goes", "Time of the median pass, exact paths beside the memoized one.", _draw_time),
     Panel("sweep", "Same answers by threshold", "The price of a lower threshold: fewer answers are those of the exact "
           "model.", partial(_by_threshold, lines=_SHARES), ("maps",)),
     Panel("sweep", "Cosine by threshold", "The same as a distance: how far outputs are from the exact ones.",
           partial(_by_threshold, lines=_COSINES, label=_TO_EXACT), ("maps",), "cosine_mean"),
-    Panel("sweep", "Same answers by share of rows computed", "Each point is a threshold. Beside it, grey, the "
+    Panel("sweep", "Same answers by share of tokens recomputed", "Each point is a threshold. Beside it, grey, the "
           "controls, with the rows computed that the records leave.",
           partial(_by_share, lines=_SHARES, control="agreement"), ("rows",)),
-    Panel("sweep", "Cosine by share of rows computed", "The same as a distance: how far outputs are from the exact "
-          "ones.", partial(_by_share, lines=_COSINES, label=_TO_EXACT, control="cosine_mean"), ("rows",),
+    Panel("sweep", "Cosine by share of tokens recomputed", "The same as a distance: how far outputs are from the "
+          "exact ones.", partial(_by_share, lines=_COSINES, label=_TO_EXACT, control="cosine_mean"), ("rows",),
           "cosine_mean"),
     Panel("controls", "Against the controls: shares", "The controls, paler, serve means, zeros or any other record "
           "in place of the one that was found, or only the answers of exact duplicates. Memoization should beat all "
@@ -300,7 +302,7 @@ def plot_history(history: Sequence[Mapping[str, Any]]) -> bytes:
         shares = [part["rows"] / max(part["tokens"], 1) for part in history]
         rows.bar(begins, shares, widths, align="edge", color=BLUE)
         rows.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
-        rows.set_title("Rows computed, verifications included")
+        rows.set_title("Tokens recomputed, checks included")
         rows.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         rows.set_ylim(0.0, max(1.05, *shares))
         requests.bar(begins, [part["requests"] for part in history], widths, align="edge", color=FAINT)

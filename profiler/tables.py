@@ -81,7 +81,7 @@ def _summary(result: Result) -> Table:
     best, ratios = time.get("best_exact"), time.get("speedups") or {}
     compared = f"the best exact path ({best})" if len(exact) > 1 else "the exact model; torch.compile not timed"
     rows_reused = result.get("reuse") == "rows"
-    called = ("Sequences served", "with rows of a record") if rows_reused else ("Hit rate", _ANSWERED)
+    called = ("Sequences reused", "with rows of a record") if rows_reused else ("Hit rate", _ANSWERED)
     speed, low, high = (show(time.get(key), TIMES) for key in ("speedup", "speedup_low", "speedup_high"))
     spent = f"{show(time.get('memoized_ms'), _MS)} per {time.get('per')}, exact {show(exact.get(best), _MS)}"
     same = "the exact model's next token" if "perplexity_exact" in quality else "as the exact model"
@@ -93,11 +93,11 @@ def _summary(result: Result) -> Table:
         return show(quality.get(name), FOUR)
 
     rows = (
-        ("Rows computed", show(result.get("share_computed"), PERCENT), "the others are those of records"),
+        ("Tokens recomputed", show(result.get("share_computed"), PERCENT), "the others are those of records"),
         (called[0], show(result.get("hit_rate"), PERCENT), called[1]),
         ("Hit rate, ceiling", show(result.get("exhaustive_hit_rate"), PERCENT), "that of an exhaustive search"),
         ("Speed-up", f"{speed} ({low} to {high})", f"against {compared}"),
-        ("Speed-up on stock", show(ratios.get("stock") if len(exact) > 1 else None, TIMES), "the original code"),
+        ("Speed-up on original", show(ratios.get("stock") if len(exact) > 1 else None, TIMES), "the original code"),
         ("Bytes per saved ms", show(time.get("bytes_per_saved_ms"), BYTES), "of a sequence's time"),
         ("Time", spent, "median pass; lookup and misses included"),
         ("Same answer", show(quality.get("agreement"), PERCENT), same),
@@ -124,7 +124,7 @@ def _live(guard: Result) -> Table:
         ("Budget", show(guard.get("budget"), PERCENT), "share of answers that may change, at most"),
         ("Answers reused", show(guard.get("reused"), PERCENT), "from rows of records of other texts"),
         ("Answers repeated", show(guard.get("repeated"), PERCENT), "as they were, of texts that came before"),
-        ("Rows computed", show(guard.get("share_computed"), PERCENT), "verification included"),
+        ("Tokens recomputed", show(guard.get("share_computed"), PERCENT), "verification included"),
         ("Changed answers", show(guard.get("changed"), "{:.2%}"), "of all"),
         ("Verified", show(guard.get("verified"), "{:,}"), "answers that would have been reused"),
         ("At the end", str(guard.get("state")), str(guard.get("says"))),

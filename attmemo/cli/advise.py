@@ -65,10 +65,10 @@ def show(out: Output, found: dict[str, Any]) -> None:
     both = [found["guarded"], found["unguarded"]]
     lines = [
         ("", "guarded", "no guard"),
-        ("rows computed, first half", *(f"{100 * kind['rows_first_half']:.0f} %" for kind in both)),
-        ("rows computed, second half", *(f"{100 * kind['rows_second_half']:.0f} %" for kind in both)),
+        ("tokens recomputed, first half", *(f"{100 * kind['rows_first_half']:.0f} %" for kind in both)),
+        ("tokens recomputed, second half", *(f"{100 * kind['rows_second_half']:.0f} %" for kind in both)),
         ("expected speed, packed blocks = 1", *(f"{kind['over_packed']:.2f}" for kind in both)),
-        ("expected speed, stock = 1", *(f"{kind['over_stock']:.2f}" for kind in both)),
+        ("expected speed, original model = 1", *(f"{kind['over_stock']:.2f}" for kind in both)),
         ("records", *(f"{kind['records']:,}" for kind in both)),
         ("bytes of the records", *(size(kind["bytes"]) for kind in both)),
     ]
@@ -78,9 +78,10 @@ def show(out: Output, found: dict[str, Any]) -> None:
     out.say()
     _say(
         out,
-        f"A text takes {ms['stock']:.2f} ms with the stock model and {ms['packed']:.2f} ms in packed blocks. Speeds "
-        "are those of the second half: timed for so many rows, lookups included, reading of records not. guarded: if "
-        f"no answer changes, with a budget of {100 * found['budget']:g} %; where answers change, less is served.",
+        f"A text takes {ms['stock']:.2f} ms with the original model and {ms['packed']:.2f} ms in packed blocks. "
+        "Speeds are those of the second half: timed for so many tokens, lookups included, reading of records not. "
+        f"guarded: if no answer changes, with a budget of {100 * found['budget']:g} %; where answers change, less is "
+        "reused.",
     )
     out.say()
     for advice in found["advice"]:

@@ -196,7 +196,7 @@ def show(out: Output, found: dict[str, Any]) -> None:
             (_when(part["begin"]), cell(part["requests"]), f"{part['rows'] / max(part['tokens'], 1):.0%}")
             for part in together(found["history"], _SHOWN)
         ]
-        out.table("Rows computed, verifications included", ("from", "requests", "rows"), rows_of)
+        out.table("Tokens recomputed, checks included", ("from", "requests", "rows"), rows_of)
 
 
 def together(history: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:

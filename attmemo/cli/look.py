@@ -27,7 +27,7 @@ _BINS, _BAR = 8, 32
 
 Plot = Annotated[Path | None, typer.Option(
     "--plot", metavar="FILE", show_default=False,
-    help="Write a plot of rows computed over time, of a database that fills itself (PNG).",
+    help="Write a plot of tokens recomputed over time, of a database that fills itself (PNG).",
 )]  # fmt: skip
 
 

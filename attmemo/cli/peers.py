@@ -70,9 +70,9 @@ def peers(
 ) -> None:  # fmt: skip
     """Time every way to the same answers, on your model and texts.
 
-    The stock model, torch.compile, OpenVINO and ONNX Runtime where they are installed, attmemo, and a cache of exact
-    duplicates: time, quality, memory and set-up in one run. Takes minutes. The first fifth of the texts prepares
-    8-bit forms; all others are asked.
+    The original model (stock), torch.compile, OpenVINO and ONNX Runtime where they are installed, attmemo, and a
+    cache of exact duplicates: time, quality, memory and set-up in one run. Takes minutes. The first fifth of the texts
+    prepares 8-bit forms; all others are asked.
 
     \b
     attmemo bench peers MODEL today.log
@@ -164,9 +164,9 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
         f"took {100 * max(run['others'] for run in runs):.0f} % of the processors at most."
     )
     yield (
-        f"changed: answers unlike those of stock in float32; a path that shows more than {100 * found['budget']:g} % "
-        "cannot win. sorted: a window of texts in the order of their lengths; only for work that can wait. MiB: the "
-        "memory of the path with its model."
+        "changed: answers unlike those of the original model in float32; a path that shows more than "
+        f"{100 * found['budget']:g} % cannot win. sorted: a window of texts in the order of their lengths; only for "
+        "work that can wait. MiB: the memory of the path with its model."
     )
     for cell in found["cells"]:
         guard = cell.get("counts", {}).get("guard")

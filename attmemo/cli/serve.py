@@ -112,7 +112,7 @@ def serve(
         show_default=False,
     )] = None,
     max_batch_tokens: Annotated[int, _named(
-        "MAX_BATCH_TOKENS", "Rows that one forward computes, at most; tokens served from a record do not count.",
+        "MAX_BATCH_TOKENS", "Tokens that one forward computes, at most; tokens that a record supplies do not count.",
         **POSITIVE,
     )] = 2048,
     max_batch_requests: Annotated[int | None, _named(
@@ -139,7 +139,7 @@ def serve(
     )] = None,
     row_headers: Annotated[bool, _named(
         "ATTMEMO_ROW_HEADERS",
-        "Response headers say how many rows were computed. They tell whether a similar text was asked before.",
+        "Response headers say how many tokens were recomputed. They tell whether a similar text was asked before.",
     )] = False,
     drain_seconds: Annotated[float, _named(
         "ATTMEMO_DRAIN_SECONDS", "After SIGTERM, seconds that /health says 503 and requests are still taken.", min=0.0

@@ -12,7 +12,7 @@ from attmemo.guard.certificate import Counts
 class State:
     """Where a guard stands."""
 
-    name: str  # "learning", "certified" or "alarm"
+    name: str  # "learning": evidence is collected; "certified" or "alarm"
     highest: float  # share of all answers that changed, at most
     counts: Counts
     margin: float
@@ -24,8 +24,9 @@ class State:
         """The state in a sentence."""
         c = self.counts
         day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        name = "collecting evidence" if self.name == "learning" else self.name
         return (
-            f"{self.name}: {c.same + c.changed} reused answers verified, {c.changed} changed; "
+            f"{name}: {c.same + c.changed} reused answers verified, {c.changed} changed; "
             f"of {c.requests} requests {_count(c.served, c.requests)} reused and {_count(c.repeated, c.requests)} "
             f"repeated; at most {100 * self.highest:.2g} % of all answers changed, {confidence:.0%}, since {day}"
         )

@@ -22,12 +22,12 @@ def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
     guard = found.get("guard") or {}
     return {
         "te_queue_size": ("Sequences that wait for the model.", service.waiting),
-        "attmemo_inside": ("Sequences that were let in and are not answered.", service.inside),
+        "attmemo_inside": ("Sequences that were accepted and are not answered.", service.inside),
         "attmemo_draining": ("1: the service is about to end.", service.draining),
-        "attmemo_records": ("Records that came while models served.", found.get("records")),
+        "attmemo_records": ("Records that came while the model ran.", found.get("records")),
         "attmemo_record_bytes": ("Bytes of these records.", found.get("record_bytes")),
         "attmemo_failed": ("Sequences that an error left exact, or without a check.", found.get("failed")),
-        "attmemo_guard_state": ("0: learning, 1: certified, -1: alarm.", STATES.get(guard.get("state", ""))),
+        "attmemo_guard_state": ("0: collects evidence, 1: certified, -1: alarm.", STATES.get(guard.get("state", ""))),
         "attmemo_guard_budget": ("Share of answers that may change.", guard.get("budget")),
         "attmemo_guard_changed_at_most": (
             "Share of answers that changed, at most, at the confidence given.", guard.get("highest_share_changed"),
@@ -36,7 +36,7 @@ def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
         "attmemo_repeated": ("Answers that the record of the very text gave again.", found.get("repeated")),
         "attmemo_guard_verified": ("Reused answers that were verified.", guard.get("verified")),
         "attmemo_guard_rows_afterwards": (
-            "Rows computed to verify answers after they were given.", found.get("rows_afterwards"),
+            "Tokens recomputed to check answers after they were given.", found.get("rows_afterwards"),
         ),
         "attmemo_guard_changed": ("Of these, answers that had changed.", guard.get("changed")),
     }  # fmt: skip
@@ -51,7 +51,7 @@ def live(service: Service) -> dict[str, Any]:
         failures[_TEXT.sub(r"(\1)", text)] += count
     alarms = [f"{count:,} sequences: {text}" for text, count in failures.items()]
     if guard is not None and guard["state"] == "alarm":
-        alarms.insert(0, f"The guard serves nothing: {guard['says']}")
+        alarms.insert(0, f"The guard reuses nothing: {guard['says']}")
     if not service.alive:
         alarms.insert(0, "The model's thread ended: start the service anew.")
     if service.draining:

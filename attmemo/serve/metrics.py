@@ -110,8 +110,8 @@ _WHAT: Final = {
     "attmemo_forwards": "Forwards of the model.",
     "attmemo_sequences": "Sequences that were answered.",
     "attmemo_tokens": "Tokens of these sequences.",
-    "attmemo_rows_computed": "Rows computed for answers.",
-    "attmemo_rows_verified": "Rows computed beside answers, to verify or to correct them.",
+    "attmemo_rows_computed": "Tokens recomputed for answers.",
+    "attmemo_rows_verified": "Tokens recomputed beside answers, to check or to correct them.",
 }
 
 

@@ -58,7 +58,8 @@ class Settings:
     api_key : str, optional
         Requests must bring it; the state of the service is open to all.
     row_headers : bool
-        Response headers say how many rows were computed. This tells a client whether a similar text was there before.
+        Response headers say how many tokens were recomputed. This tells a client whether a similar text was there
+        before.
     database, reuse, linear, budget, confidence, min_cosine, threshold, near, max_bytes, fill
         As in `attmemo.memoize`.
     drain_seconds : float

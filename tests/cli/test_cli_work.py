@@ -142,7 +142,7 @@ class TestRows:
             "evaluate", stored, "--data", logs["ask"], "--report", tmp_path / "report", "--repeats", "1",
             "--limit", "40", "--threshold", "0.3", "--most-moved", "8", "--json", tmp_path / "result.json",
         )  # fmt: skip
-        assert "Rows computed" in out
+        assert "Tokens recomputed" in out
         assert "zeroed rows" in out
         result = json.loads((tmp_path / "result.json").read_text())
         assert (result["reuse"], result["threshold"]) == ("rows", 0.3)

@@ -152,7 +152,7 @@ class TestRecommendation:
     def test_reuse_where_it_pays(self) -> None:
         (advice,) = recommend(self.result(2.0, 2.5))
         assert "Use memoize(model, reuse='rows', budget=0.01)" in advice
-        assert "2.0 times the speed of packed blocks, 2.8 of stock" in advice
+        assert "2.0 times the speed of packed blocks, 2.8 of the original model" in advice
 
     def test_packed_blocks_where_nothing_repeats(self) -> None:
         no, packed = recommend(self.result(1.0, 1.0))

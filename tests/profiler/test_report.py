@@ -323,7 +323,7 @@ def test_a_full_disk_leaves_no_empty_file_and_keeps_the_older_report(tmp_path: P
     ("missing", "args"),
     [
         ("matplotlib", ("bench", "peers", "MODEL", "x.log", "--plot", "plot.png")),
-        ("jinja2", ("demo", "--output", "out")),
+        ("matplotlib", ("demo", "--output", "out")),
         ("pyarrow", ("advise", "MODEL", "x.parquet")),
     ],
 )

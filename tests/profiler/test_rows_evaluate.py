@@ -258,12 +258,12 @@ def test_the_records_are_back_after_a_control(rows_database: Path, name: str) ->
 
 def test_a_report_has_both_plots_by_share(result: dict[str, Any], tmp_path: Path) -> None:
     titles = [panel.title for panel in present_panels(result)]
-    assert "Speed by share of rows computed" in titles
-    assert "Same answers by share of rows computed" in titles
-    assert "Cosine by share of rows computed" in titles
+    assert "Speed by share of tokens recomputed" in titles
+    assert "Same answers by share of tokens recomputed" in titles
+    assert "Cosine by share of tokens recomputed" in titles
     assert "Speed by threshold" not in titles
     page = write_report(result, tmp_path)[0].read_text(encoding="utf-8")
-    for part in ("Rows computed", "Sequences served", "Speed-up on stock", "zeroed rows", "Reuse of rows"):
+    for part in ("Tokens recomputed", "Sequences reused", "Speed-up on original", "zeroed rows", "Reuse of rows"):
         assert part in page, part
     assert json.loads((tmp_path / "result.json").read_text()) == result
 
