@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def source(path: str) -> str:
 def on_config(config: Any) -> Any:
     index = (ROOT / INDEX).read_text(encoding="utf-8")
     config.nav = menu(index)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    config.copyright = f"attmemo {version}, Apache 2.0"
     results = [place(path) for _, path in sections(index)[RESULTS]]
     config.not_in_nav = GitIgnoreSpec.from_lines(["/repository/", *(f"/{path}" for path in results)])
     return config

@@ -22,7 +22,7 @@ STREAMS = [
     ("", "with `near=1`", "near", "guard"),
     ("", "without the certificate: verified changes and the margin alone", "lines", "no certificate"),
     ("", "without the margin", "lines", "no margin"),
-    ("", "no guard: whatever supplies .4 of the tokens", "lines", "no guard"),
+    ("", "no guard: whatever supplies 0.4 of the tokens", "lines", "no guard"),
     ("windows of 4 lines", "**the guard**", "windows", "guard"), ("", "no guard", "windows", "no guard"),
     ("embeddings of 4 logs", "**the guard**", "embeddings", "guard"),
     ("", "whole at once below the cosine", "embeddings", "whole below the margin"),

@@ -16,7 +16,7 @@ SERVERS = {
 }  # fmt: skip
 CASES = {  # of docs/rows-measured.md: how a row begins, its case
     "lines of OpenSSH, MiniLM": "lines-OpenSSH", "lines of HDFS": "lines-HDFS",
-    "lines of HDFS, `threshold=.52`": "lines-HDFS-threshold52", "lines of BGL": "lines-BGL",
+    "lines of HDFS, `threshold=0.52`": "lines-HDFS-threshold52", "lines of BGL": "lines-BGL",
     "lines of Apache": "lines-Apache", "questions of banking77, MiniLM": "text-banking77",
     "reviews of IMDB": "text-imdb", "windows of 4 log lines, six-layer DeBERTa-v2": "deberta-windows",
     "BERT-base shape, 1 × 128": "bert-1x128", "BERT-base shape, 8 × 128": "bert-8x128",
@@ -69,7 +69,7 @@ def service(file: str) -> Iterator[Row]:
         assert [part["clients"] for part in one["single"]] == [64, 8, 1]
         values = [part[name] for part in one["single"] for name in ("lines_per_second", "p50_ms", "p99_ms")]
         batches = [] if file == FLOAT32 else [one["batches_of_32"]["lines_per_second"]]
-        yield [label + f"{one['share_computed']:.2f}".lstrip("0") if way == "rows" else label], [*values, *batches]
+        yield [label + f"{one['share_computed']:.2f}" if way == "rows" else label], [*values, *batches]
 
 
 def streams(file: str) -> Iterator[Row]:
