@@ -1,8 +1,8 @@
 """Makes the site of the documents from the files as they lie in the repository.
 
-The first page is the repository's README.md; docs/README.md gives the menu, and below "Results" pages outside of it. A
-file outside of docs/ that a page links to becomes a page of the site too, so that no link leads away from the site.
-`make docs` builds it.
+The first page is the repository's README.md; docs/README.md gives the menu, and below "Results and records" pages
+outside of it. A file outside of docs/ that a page links to becomes a page of the site too, so that no link leads away
+from the site. `make docs` builds it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathspec.gitignore import GitIgnoreSpec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-FIRST, INDEX, RESULTS = "README.md", "docs/README.md", "Results"
+FIRST, INDEX, RESULTS = "README.md", "docs/README.md", "Results and records"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".c": "c", ".service": "ini"}
 
