@@ -24,7 +24,7 @@ from attmemo.profiler.answers import changed
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, greatest_length, load_model, own_pooling, tokenize
 from attmemo.profiler.peers.paths import MIN_COSINE, Ask, Way, another, memoize_rows, timed, way_of
-from attmemo.profiler.race import EVERY, INT8, PACKED, ROWS, STOCK, Race, faster_than, other_runtimes
+from attmemo.profiler.race import INT8, PACKED, ROWS, STOCK, Race, faster_than, other_runtimes
 from attmemo.system.extras import check_installed, install
 from attmemo.system.machine import conditions
 from attmemo.system.precision import has_native_bfloat16
@@ -33,7 +33,7 @@ from attmemo.wording import counted
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
 BATCH: Final = 32
 FEWEST: Final = 200  # lines
-LEAST_WINDOWS: Final = 5  # of the plot of a file
+EVERY: Final = 2  # one batch of so many is computed by the original classifier
 LONGEST: Final = 128  # tokens; longer lines are cut
 BUDGET: Final = 0.01
 RESERVE: Final = 6.0  # seconds for neighbours and the plot
@@ -120,14 +120,6 @@ class Stream:
             yield self.seen[-1]
 
 
-def _every(source: Source, stream: Stream) -> int:
-    """One batch of how many the original classifier computes: of a short file so many that the plot has windows."""
-    if source.log is None:
-        return EVERY
-    ahead = sum(1 for _ in islice(stream, LEAST_WINDOWS * EVERY))
-    return max(1, ahead // LEAST_WINDOWS)
-
-
 def train_head(vectors: Tensor) -> Classifier | None:
     """A classifier of `KINDS` kinds of lines: clusters of these vectors, and a linear head that tells them apart.
 
@@ -150,13 +142,11 @@ def classes_of(head: Classifier, way: Way) -> Way:
 def neighbours_kept(vectors: Tensor, reference: Tensor) -> float:
     """Share of the nearest neighbours of each vector that are those of the reference vectors."""
     count = min(NEIGHBOURS, len(vectors) - 1)
-    near = [_nearest(torch.nn.functional.normalize(found.float(), dim=1), count) for found in (vectors, reference)]
-    return float(np.mean([len(set(a) & set(b)) / count for a, b in zip(*near, strict=True)])) if count else 1.0
-
-
-def _nearest(unit: Tensor, count: int) -> list[list[int]]:
-    cosines = unit @ unit.T
-    return cosines.fill_diagonal_(-2.0).topk(count).indices.tolist() if count else []
+    if not count:
+        return 1.0
+    units = (torch.nn.functional.normalize(found.float(), dim=1) for found in (vectors, reference))
+    near = [(unit @ unit.T).fill_diagonal_(-2.0).topk(count).indices.tolist() for unit in units]
+    return float(np.mean([len(set(a) & set(b)) / count for a, b in zip(*near, strict=True)]))
 
 
 def _quality(name: str, dtype: str, stream: Stream, race: Race) -> dict[str, float]:
@@ -203,7 +193,6 @@ def run_demo(
     stream = Stream(loaded, batches, min(LONGEST, greatest_length(loaded, None)))
     if next(iter(stream), None) is None:
         raise DataError(f"{source.name} ended before the first line.", "write lines to it, or give a file")
-    every = _every(source, stream)
     exact = another(loaded)
     memoize(exact.model, reuse="none", linear="exact")
     tell("preparing other runtimes")
@@ -227,7 +216,7 @@ def run_demo(
     else:
         trained = time.monotonic() - trained
         tell("preparing reuse")
-        classifier = _classifier(loaded, exact, head, every)
+        classifier = _classifier(loaded, exact, head)
         begun = time.monotonic()
         classifier.warm_up(stream.seen[0])
         classifier.run_all(islice(stream, first, None), max(1.0, seconds - RESERVE - (begun - start)), after)
@@ -258,13 +247,13 @@ def _embedder(loaded: LoadedModel, exact: LoadedModel, peers: dict[str, Ask]) ->
     )  # fmt: skip
 
 
-def _classifier(loaded: LoadedModel, exact: LoadedModel, head: Classifier, every: int) -> Race:
+def _classifier(loaded: LoadedModel, exact: LoadedModel, head: Classifier) -> Race:
     """The original model, exact blocks, and reuse under the budget, behind one head."""
     rows = another(loaded)
     handle = memoize_rows(rows, BUDGET, answer=cast(AnswerRule, head))
     models = {STOCK: loaded, PACKED: exact, ROWS: rows}
     ways = {name: timed(classes_of(head, way_of(one))) for name, one in models.items()}
-    return Race(ways, lambda exact, seen: int((exact != seen).sum()), often=(PACKED, ROWS), every=every, handle=handle)
+    return Race(ways, lambda exact, seen: int((exact != seen).sum()), often=(PACKED, ROWS), every=EVERY, handle=handle)
 
 
 def _rival(race: Race) -> str:

@@ -219,8 +219,7 @@ class Race:
                     seconds[name], given[name] = self._ways[name](texts)
                 except PathError as error:
                     self.failed[name] = str(error)
-        for name in self.failed:
-            self._ways.pop(name, None)
+                    del self._ways[name]
         return seconds, given
 
     def run_all(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -72,8 +71,7 @@ def demo(
         summary = "\n".join(summarize(found))
         (destination / "summary.txt").write_text(f"{summary}\n", encoding="utf-8")
         out.say(summary)
-        _say(out, f"Plot: {found['plot']}; the same text and all numbers lie beside it.")
-        _say(out, f"What the demo made can be deleted: rm -r {shlex.quote(str(destination))}")
+        _say(out, f"Plot: {found['plot']}; the same text and all numbers lie beside it. All of it can be deleted.")
         out.result(found)
 
 

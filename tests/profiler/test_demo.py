@@ -123,7 +123,7 @@ class TestRun:
         assert sum(lap["texts"] for lap in classifier["laps"]) + classifier["trained_on"] == 320
         assert all({PACKED, ROWS} <= lap["changed"].keys() for lap in classifier["laps"])
         asked = [STOCK in lap["seconds"] for lap in classifier["laps"]]
-        assert asked == [turn % EVERY == 0 for turn in range(len(asked))]
+        assert asked == [turn % demo.EVERY == 0 for turn in range(len(asked))]
         assert 2 <= classifier["kinds"] <= demo.KINDS
         assert classifier["guard"]["budget"] == demo.BUDGET
 
