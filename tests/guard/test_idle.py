@@ -8,10 +8,11 @@ import threading
 import weakref
 
 import pytest
+import torch
 from guarded import until
 
 from attmemo.guard import idle
-from attmemo.guard.idle import Idle
+from attmemo.guard.idle import NICE, Idle
 
 
 class Worker:
@@ -47,6 +48,22 @@ def test_all_work_is_done_in_a_thread_of_its_own_once_no_request_runs() -> None:
     assert len(set(worker.threads)) == 1
     assert threading.get_ident() not in worker.threads
     worker.idle.close()
+
+
+def test_work_is_done_on_one_core_and_others_go_first() -> None:
+    worker, seen = Worker(), list[tuple[int, int]]()
+
+    def work() -> bool:
+        seen.append((torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        return False
+
+    worker.idle._work = lambda: work  # type: ignore[assignment]
+    before = torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)
+    worker.idle.wake()
+    assert until(lambda: bool(seen))
+    worker.idle.close()
+    assert seen == [(1, min(before[1] + NICE, 19))]
+    assert (torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)) == before
 
 
 def test_no_work_begins_while_a_request_runs() -> None:
