@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from attmemo.system.machine import cores
 
 SHARE: Final = 0.01
-"""Share of one core that the thread takes while its process keeps the cores busy, and nobody pays."""
+"""Share of one core that the thread takes while its process keeps the cores busy, and no account pays."""
 PAID: Final = 0.5
 """The same, while the account pays and there is room."""
 EACH: Final = 0.008
@@ -66,7 +66,7 @@ class Pace:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the thread takes little: cores are busy, and nobody pays."""
+        """Whether the thread takes little: cores are busy, and no account pays."""
         return self.share <= SHARE
 
     @property
@@ -102,7 +102,7 @@ class Pace:
         `least`: the share of one core that this work must get. What it cannot rest now, it rests behind other work.
         """
         rest = self.spend(worked)
-        if not self.is_slow:  # somebody pays, or cores are idle: what was owed is forgiven
+        if not self.is_slow:  # an account pays, or cores are idle: what was owed is forgiven
             self.owed = 0.0
         self.owed += rest
         rest = min(self.owed, worked * (1.0 / least - 1.0)) if least else self.owed
