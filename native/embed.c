@@ -200,24 +200,31 @@ static PyObject *native_read(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_BuildValue("LLL", (long long)longest, (long long)tokens, (long long)distinct);
 }
 
-/* out = row + row, or row + row + row: each sum is rounded. Compiled for each instruction set. */
+/* out = the sum of the rows there are, from the first to the last: each sum is rounded. Compiled for each instruction set.
+ * kind, position: NULL if there is no such table. */
 static inline __attribute__((always_inline)) void add_rows32(const float *word, const float *kind, const float *position,
                                                              size_t width, float *out)
 {
-    for (size_t i = 0; !kind && i < width; i++)
-        out[i] = word[i] + position[i];
-    for (size_t i = 0; kind && i < width; i++)
-        out[i] = word[i] + kind[i] + position[i];
+    const float *second = kind ? kind : position, *third = kind ? position : NULL;
+    for (size_t i = 0; !second && i < width; i++)
+        out[i] = word[i];
+    for (size_t i = 0; second && !third && i < width; i++)
+        out[i] = word[i] + second[i];
+    for (size_t i = 0; third && i < width; i++)
+        out[i] = word[i] + second[i] + third[i];
 }
 
 static inline __attribute__((always_inline)) void add_rows16(const uint16_t *word, const uint16_t *kind,
                                                              const uint16_t *position, size_t width, uint16_t *out)
 {
-    for (size_t i = 0; !kind && i < width; i++)
-        out[i] = to_bfloat16(from_bfloat16(word[i]) + from_bfloat16(position[i]));
-    for (size_t i = 0; kind && i < width; i++) {
-        const float sum = from_bfloat16(to_bfloat16(from_bfloat16(word[i]) + from_bfloat16(kind[i])));
-        out[i] = to_bfloat16(sum + from_bfloat16(position[i]));
+    const uint16_t *second = kind ? kind : position, *third = kind ? position : NULL;
+    for (size_t i = 0; !second && i < width; i++)
+        out[i] = word[i];
+    for (size_t i = 0; second && !third && i < width; i++)
+        out[i] = to_bfloat16(from_bfloat16(word[i]) + from_bfloat16(second[i]));
+    for (size_t i = 0; third && i < width; i++) {
+        const float sum = from_bfloat16(to_bfloat16(from_bfloat16(word[i]) + from_bfloat16(second[i])));
+        out[i] = to_bfloat16(sum + from_bfloat16(third[i]));
     }
 }
 
@@ -255,7 +262,7 @@ static Adds choose_adds(Py_ssize_t item)
 typedef struct {
     const Batch *batch;
     const int64_t *starts;
-    const char *words, *kinds, *positions; /* kinds: NULL if there is no such table */
+    const char *words, *kinds, *positions; /* kinds, positions: NULL if there is no such table */
     char *out;
     size_t width, line; /* numbers and bytes of a row */
     Adds adds;
@@ -282,7 +289,7 @@ static void add_sequences(void *given)
                 return;
             }
             job->adds(job->words + (size_t)token * job->line, job->kinds ? job->kinds + (size_t)type * job->line : NULL,
-                      job->positions + (size_t)place * job->line, job->width, to);
+                      job->positions ? job->positions + (size_t)place * job->line : NULL, job->width, to);
         }
     }
 }
@@ -290,7 +297,7 @@ static void add_sequences(void *given)
 PyDoc_STRVAR(add_doc,
              "add($module, (ids, types, mask), (words, kinds, positions), padding, starts, tables, out, threads, /)\n--\n\n"
              "The embedded rows of a batch that `read` has read with these arguments, and starts. tables: (address of the\n"
-             "words, of the types or 0, of the positions, numbers of a row, bytes of a number: 4 or 2, for bfloat16). out:\n"
+             "words, of the types or 0, of the positions or 0, numbers of a row, bytes of a number: 4 or 2, for bfloat16). out:\n"
              "(address, rows). The caller vouches for the addresses.");
 
 static PyObject *native_add(PyObject *Py_UNUSED(module), PyObject *args)

@@ -20,6 +20,7 @@ from attmemo.kernels.omp_team import join_torch
 
 Ints = npt.NDArray[np.int64]
 
+_ANY_LENGTH: Final = 1 << 40  # rows of a table of positions that is not there
 _MANY: Final = 1 << 17  # numbers of the result: less is faster done than another thread is told of
 
 join_torch(native.use_team)
@@ -33,10 +34,10 @@ class Tables:
 
     Parameters
     ----------
-    words, positions : Tensor
-        ``[rows, H]``, contiguous on the CPU, of one type.
-    types : Tensor or None
-        None: tokens have no types.
+    words : Tensor
+        ``[rows, H]``, contiguous on the CPU.
+    types, positions : Tensor or None
+        The same, of the same type. None: tokens have no types, or positions add nothing.
     padding : int
         The token that does not count as a position: it has this position itself, and the others count up from the
         next one. -1: all count from 0.
@@ -44,17 +45,18 @@ class Tables:
 
     __slots__ = ("dtype", "native", "padding", "positions", "rows", "types", "width", "words")
 
-    def __init__(self, words: Tensor, types: Tensor | None, positions: Tensor, padding: int = -1) -> None:
-        for table in (words, positions) if types is None else (words, types, positions):
+    def __init__(self, words: Tensor, types: Tensor | None, positions: Tensor | None, padding: int = -1) -> None:
+        for table in (one for one in (words, types, positions) if one is not None):
             if table.dtype not in TYPES or not table.is_contiguous() or table.device.type != "cpu" or table.dim() != 2:
                 raise ValueError(f"tables are contiguous, float32 or bfloat16, on the CPU, not {table.dtype}")
             if table.dtype != words.dtype or table.shape[1] != words.shape[1]:
                 raise ValueError(f"tables are of one type and width, not {table.dtype} {tuple(table.shape)}")
         self.words, self.types, self.positions, self.padding = words, types, positions, padding
         self.dtype, self.width = words.dtype, words.shape[1]
-        self.rows = len(words), 0 if types is None else len(types), len(positions)
-        kinds = 0 if types is None else types.data_ptr()
-        self.native = words.data_ptr(), kinds, positions.data_ptr(), words.shape[1], words.itemsize
+        kinds, places = (0 if one is None else len(one) for one in (types, positions))
+        self.rows = len(words), kinds, _ANY_LENGTH if positions is None else places
+        kinds, places = (0 if one is None else one.data_ptr() for one in (types, positions))
+        self.native = words.data_ptr(), kinds, places, words.shape[1], words.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,8 @@ def embed_in_torch(batch: Batch, tables: Tables) -> Tensor:
     rows = embedding(ids, tables.words)
     if tables.types is not None:
         rows = rows + embedding(torch.zeros_like(ids) if types is None else types, tables.types)
-    rows = rows + embedding(positions_in_torch(ids, tables), tables.positions)
+    if tables.positions is not None:
+        rows = rows + embedding(positions_in_torch(ids, tables), tables.positions)
     own = zip(rows, batch.lengths.tolist(), batch.firsts.tolist(), strict=True)
     return torch.cat([row[:n] for number, (row, n, first) in enumerate(own) if first == number])
 

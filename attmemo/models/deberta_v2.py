@@ -22,6 +22,7 @@ from attmemo.kernels.packed_weights import Panels
 from attmemo.kernels.row_attention import Disentangled
 from attmemo.models.base import Adapter, Call
 from attmemo.models.blocks import Blocks, bert_block
+from attmemo.models.embeddings import Embeddings, embeddings_named
 from attmemo.models.masks import Spans
 
 
@@ -59,6 +60,11 @@ class DebertaV2Adapter(DisentangledAdapter):
     models = ("DeBERTa-v2", "DeBERTa-v3")
     projections = ("query_proj", "key_proj", "value_proj")
     marks = ("relative_attention", "pos_att_type")
+
+    def embeddings(self, model: nn.Module) -> Embeddings | None:
+        found = embeddings_named(self.host(model))
+        # Positions come before types here. A sum of two has no order.
+        return None if found is None or (found.types is not None and found.positions is not None) else found
 
     def blocks(self, model: nn.Module) -> Blocks | str:
         host = self.host(model)

@@ -15,7 +15,7 @@ class Embeddings:
     Attributes
     ----------
     words, types, positions : nn.Embedding
-        `types` may be missing.
+        `types` and `positions` may be missing.
     norm : nn.LayerNorm
     padding : int
         The token that does not count as a position; -1: positions count from 0.
@@ -23,7 +23,7 @@ class Embeddings:
 
     words: nn.Embedding
     types: nn.Embedding | None
-    positions: nn.Embedding
+    positions: nn.Embedding | None
     norm: nn.LayerNorm
     padding: int = -1
 
@@ -57,6 +57,8 @@ def embeddings_named(host: Any) -> Embeddings | None:
     module: Any = getattr(host, "embeddings", None)
     names = "word_embeddings", "position_embeddings", "LayerNorm"
     if not all(hasattr(module, name) for name in names) or hasattr(host, "embeddings_project"):
+        return None
+    if getattr(module, "embed_proj", None) is not None:
         return None
     counts_tokens = hasattr(module, "create_position_ids_from_inputs_embeds")
     found = Embeddings(

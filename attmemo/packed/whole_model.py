@@ -73,6 +73,9 @@ class WholeModel:
         self._config: Any = getattr(host, "config", None)
         self._settings = [getattr(self._config, name, None) for name in _SETTINGS]
         self._seen = dict(vars(self._config))
+        # A model without a table of types that takes types reads none: tokenizers give them all the same.
+        untyped = parts.embeddings.types is None and "token_type_ids" in self._names
+        self._ignored = ("token_type_ids",) if untyped else ()
         tables = parts.embeddings.words, parts.embeddings.types, parts.embeddings.positions
         self._of = [table for table in tables if table is not None]
         self._tables = self._taken()
@@ -106,6 +109,8 @@ class WholeModel:
         found: dict[str, Any] = {}
         for name, value in given.items():
             if value is None:
+                continue
+            if name in self._ignored:
                 continue
             if name in _TENSORS:
                 if type(value) is not Tensor or not value.is_cpu:
@@ -174,9 +179,13 @@ class WholeModel:
 
     def _taken(self) -> tuple[Tables, list[int]]:
         """The tables, and where each of them lies."""
-        words, *kinds, positions = [table.weight.detach() for table in self._of]
-        found = Tables(words, kinds[0] if kinds else None, positions, self._embeddings.padding)
-        return found, [table.data_ptr() for table in (words, *kinds, positions)]
+        own = self._embeddings
+        words, kinds, positions = (
+            None if table is None else table.weight.detach() for table in (own.words, own.types, own.positions)
+        )
+        assert words is not None
+        found = Tables(words, kinds, positions, own.padding)
+        return found, [table.data_ptr() for table in (words, kinds, positions) if table is not None]
 
 
 class Output:

@@ -25,12 +25,12 @@ from attmemo.kernels.embeddings import (
 WORDS, KINDS, POSITIONS = 7, 2, 12
 
 
-def tables(dtype: torch.dtype, types: bool, padding: int, width: int = 37) -> Tables:
+def tables(dtype: torch.dtype, types: bool, padding: int, width: int = 37, placed: bool = True) -> Tables:
     random = torch.Generator().manual_seed(0)
     words, kinds, positions = (
         torch.randn(rows, width, generator=random).to(dtype) for rows in (WORDS, KINDS, POSITIONS)
     )
-    return Tables(words, kinds if types else None, positions, padding)
+    return Tables(words, kinds if types else None, positions if placed else None, padding)
 
 
 def arrays(rows: list[list[int]], padded: int, types: bool, masked: bool) -> Any:
@@ -54,12 +54,12 @@ sequences = st.lists(st.lists(st.integers(0, WORDS - 1), min_size=1, max_size=9)
 
 
 @settings(deadline=None)
-@given(sequences, st.integers(0, 3), st.booleans(), st.booleans(), st.sampled_from([-1, 1]))
+@given(sequences, st.integers(0, 3), st.booleans(), st.booleans(), st.sampled_from([-1, 1]), st.booleans())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_numbers_are_those_of_torch_bit_by_bit(
-    dtype: torch.dtype, rows: list[list[int]], more: int, types: bool, masked: bool, padding: int
+    dtype: torch.dtype, rows: list[list[int]], more: int, types: bool, masked: bool, padding: int, placed: bool
 ) -> None:
-    own = tables(dtype, types, padding)
+    own = tables(dtype, types, padding, placed=placed)
     batch = arrays(rows, max(map(len, rows)) + more, types, masked)
     seen = read_batch(batch, own)
     assert_same(seen, read_batch_plain(batch, own))

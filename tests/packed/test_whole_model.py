@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import threading
 from collections.abc import Iterator
@@ -12,16 +13,23 @@ from typing import Any
 import pytest
 import torch
 from families import SIZES, _make
-from packed_models import MODELS, Inputs, batch, has_types, host_of
+from packed_models import MODELS, Inputs, _deberta, batch, has_types, host_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attmemo import memoize
 from attmemo.forward.hooks import Hook, ModelHook
 
-MAKE = MODELS | {"ELECTRA": _make("ElectraModel", "ElectraConfig", **SIZES, embedding_size=SIZES["hidden_size"])}
+MAKE = MODELS | {
+    "ELECTRA": _make("ElectraModel", "ElectraConfig", **SIZES, embedding_size=SIZES["hidden_size"]),
+    "DeBERTa, positions alone": _deberta("c2p", "p2c", position_biased_input=True),
+    "DeBERTa, positions before types": _deberta("c2p", "p2c", position_biased_input=True, type_vocab_size=2),
+}
 """Models; ELECTRA without a layer between embeddings and blocks, as the larger ones are."""
-WHOLE = ["BERT", "BERT classifier", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "MPNet"]
+WHOLE = [
+    "BERT", "BERT classifier", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "MPNet",
+    "DeBERTa-v3", "DeBERTa, c2p", "DeBERTa, no buckets", "DeBERTa, positions alone",
+]  # fmt: skip
 """Families whose embeddings are sums of tables."""
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -83,6 +91,11 @@ def assert_same(seen: Any, expected: Any) -> None:
         assert seen[name].stride() == expected[name].stride()
 
 
+def takes_types(model: nn.Module) -> bool:
+    """Whether a model takes types, read or not."""
+    return "token_type_ids" in inspect.signature(type(host_of(model)).forward).parameters
+
+
 def batches(model: nn.Module) -> Iterator[Inputs]:
     """One line, many, padding, twins, tokens of padding within, and types."""
     yield batch([1])
@@ -96,6 +109,8 @@ def batches(model: nn.Module) -> Iterator[Inputs]:
     within = batch([11, 7], 6)
     within["input_ids"][:, 2] = getattr(model.config, "pad_token_id", 0) or 0
     yield within
+    if takes_types(model):
+        yield batch([9, 2], 9, types=True)
     if has_types(model):
         yield batch([9, 2, 12], 7, types=True)
         apart = batch([6, 6], 8, types=True)
@@ -373,5 +388,7 @@ def test_embeddings_of_another_form_go_through_their_modules(monkeypatch: pytest
 
 
 def test_other_families_go_through_their_modules() -> None:
-    assert hook_of(served("DeBERTa-v2")).whole is None
+    assert hook_of(served("ModernBERT")).whole is None
+    mixed = served("DeBERTa, positions before types")
+    assert hook_of(mixed).whole is None, "a sum of three has an order"
     assert hook_of(memoize(MODELS["ELECTRA"]().eval(), reuse="none")).whole is None  # a layer behind its embeddings
