@@ -33,6 +33,7 @@ from attmemo.forward.batch_slices import has_loss, mask_in, put, shallow, take
 from attmemo.forward.context import NOTHING, Forward, Outcome
 from attmemo.forward.engine import Engine
 from attmemo.forward.row_usage import Observed
+from attmemo.forward.stats import Skip
 from attmemo.guard.answers import Answer, Answers, Read
 from attmemo.guard.confidence import Sureness
 from attmemo.guard.deferred import Deferred, Inputs, Model, Part
@@ -104,21 +105,27 @@ class Guarded:
             mask, running = mask_in(given), self._engine.current.forward
             if mask is not None and mask.dim() == 2 and running is None:
                 tokens = int(mask.count_nonzero())
-                counters = self._engine.counters
-                why = self.planner.reason_to_leave(tokens, counters.done.seconds_per_row)
+                why = self._reason_to_leave(tokens, len(mask))
                 if why is not None:
-                    counters.skip(why, len(mask))
-                    return self._left(forward, args, kwargs, tokens, mask, why == "records_do_not_pay")
+                    self._engine.counters.skip(why, len(mask))
+                    return self._left(forward, args, kwargs, tokens, mask)
             return self._guarded(forward, given, args, kwargs)
         finally:
             self.deferred.ended()
 
+    def _reason_to_leave(self, tokens: int, batch: int) -> Skip | None:
+        """Why a forward is left to the blocks; None: it is looked up."""
+        planner = self.planner
+        if not planner.times.always and not len(planner.index) and self.deferred.spare >= batch:
+            return "no_records"
+        return planner.reason_to_leave(tokens, self._engine.counters.done.seconds_per_row)
+
     def _left(
-        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, mask: Tensor, may_learn: bool
+        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, mask: Tensor
     ) -> Any:
-        """The output of a forward that is looked up nowhere; `may_learn`: it may be tried while no request runs."""
+        """The output of a forward that is looked up nowhere. It may be learned from while no request runs."""
         start, batch = perf_counter(), len(mask)
-        learns = may_learn and self.guard.learns and not self.guard.stands and self.deferred.spare >= batch
+        learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= batch
         inputs = shallow((args, kwargs)) if learns else ((), {})
         with self._engine.open(left=True):
             output = forward(*args, **kwargs)

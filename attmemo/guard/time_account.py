@@ -19,7 +19,7 @@ from attmemo.system.locking import ThreadLock
 
 SHARE: Final = 0.01
 """Share of the time without reuse that learning may cost."""
-GIVEN: Final = 16.0
+GIVEN: Final = 8.0
 """Requests without reuse whose time the account begins with. It holds no more: so much is lost where a stream
 changes."""
 SAVED: Final = 0.5
