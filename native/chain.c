@@ -52,9 +52,10 @@ typedef struct {
     Link links[];
 } Chain;
 
-/* Rows of a call that are copied: of each block K, and V behind it, one block behind the other, and the result. */
+/* Rows of a call that are copied: of each block K, and V behind it, one block behind the other, and the result. From a
+ * plane to the next it is `pitch` rows. */
 typedef struct {
-    size_t first, rows;
+    size_t first, rows, pitch;
     char *to, *last; /* last: where the result goes, or NULL */
     size_t place;    /* where the result of these rows begins */
 } Copy;
@@ -308,7 +309,7 @@ static void copy_block(void *given)
     size_t size = job->size, line = job->before + 2 * size, task;
     while ((task = atomic_fetch_add(&job->next, 1)) < 2 * job->ways->copied) {
         const Copy *copy = &job->ways->copies[task / 2];
-        copy_away(copy->to + (2 * job->block + task % 2) * copy->rows * size,
+        copy_away(copy->to + (2 * job->block + task % 2) * copy->pitch * size,
                   job->ways->projected + copy->first * line + job->before + task % 2 * size, copy->rows, size, line);
     }
 }
@@ -655,17 +656,19 @@ static bool are_among(Py_ssize_t first, Py_ssize_t count, Py_ssize_t rows)
     return false;
 }
 
-/* Reads (first row, rows, address, address of the result or 0, first row of the result). False, with an error set: they
+/* Reads (first row, rows, rows from a plane to the next, address, address of the result or 0, first row of the result).
+ * False, with an error set: they
  * are not of the call. */
 static bool read_copy(PyObject *given, Py_ssize_t rows, Py_ssize_t asked, Copy *copy)
 {
-    Py_ssize_t first, count, place;
+    Py_ssize_t first, count, pitch, place;
     unsigned long long to, last;
-    if (!PyArg_ParseTuple(given, "nnKKn:run", &first, &count, &to, &last, &place) || !are_among(first, count, rows) ||
-        (last && !are_among(place, count, asked)))
+    if (!PyArg_ParseTuple(given, "nnnKKn:run", &first, &count, &pitch, &to, &last, &place) ||
+        !are_among(first, count, rows) || !are_among(0, count, pitch) || (last && !are_among(place, count, asked)))
         return false;
     *copy = (Copy){.first = (size_t)first,
                    .rows = (size_t)count,
+                   .pitch = (size_t)pitch,
                    .to = (char *)(uintptr_t)to,
                    .last = (char *)(uintptr_t)last,
                    .place = (size_t)place};
@@ -726,8 +729,9 @@ PyDoc_STRVAR(run_doc,
              "the rows that the result has (int64 numbers; int32 positions; where their hidden states, their queries, and what lies\n"
              "between the feed-forward layers go in the last block; whether that projects Q for them alone, so that of\n"
              "all rows K and V lie side by side; arguments of `attend` for these queries); the last of calls is not\n"
-             "used then. copies: of some rows (first, how many, address, address or 0, first row of the result): to the\n"
-             "first address go K and V of each block, K of all rows first, to the second the result. ways: addresses of\n"
+             "used then. copies: of some rows (first, how many, rows from a plane to the next, address, address or 0,\n"
+             "first row of the result): to the first address go K and V of each block, K of all rows first, to the second\n"
+             "the result. ways: addresses of\n"
              "what attention gives, of what the layer behind it gives, of what lies between the feed-forward layers (0:\n"
              "they are one call), of the result, of rows that are normed. The caller vouches for the addresses.\n\n"
              "Raises ValueError before anything is written, or MemoryError.");

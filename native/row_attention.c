@@ -17,12 +17,15 @@
  * do so for all of these heads at once.
  *
  * WHAT IT PROMISES
- *   - No row outside those that the layout names is read. Nothing is written but the output, and that only after all
+ *   - No row outside those that the layout names is read. A causal sequence may read fresh rows of others: what begins
+ *     alike is there once. Nothing is written but the output, and that only after all
  *     arguments are known to be sound.
  *   - The batch and the number of threads decide how queries are cut into tasks, and the arithmetic treats few queries
  *     otherwise than many. The result depends on neither for a sequence whose rows are all fresh, if all of its queries
  *     are asked, or the first alone: its number of rows decides the arithmetic. Else it depends by rounding only. Of a
- *     sheet no query depends on the batch, the threads, or what else is asked, not even by rounding.
+ *     sheet no query depends on the batch, the threads, or what else is asked, not even by rounding. Nor does a causal
+ *     query whose first keys lie elsewhere: its sequence may be cut at any multiple of CUT, into sequences that read the
+ *     rows of the ones before.
  *
  * THREADS and INSTRUCTION SETS: see team.h.
  */
@@ -52,6 +55,7 @@ enum {
     CALM = 1 << 15,    /* numbers of tables that are not worth waking a thread for */
     STRIDE = 16,       /* ranges of keys begin at multiples of this */
     MADE = 1 << 19,    /* bytes of rows that a sheet makes, at most: half of a small second-level cache */
+    CUT = 16,          /* where a causal sequence may be cut: strips of tiles begin there, and so many are never few */
     FEW = 6,           /* queries that are worth products of tiles: of a short line few rows are computed, of many keys */
 };
 
@@ -226,9 +230,22 @@ static bool makes_rows(const Job *job)
     return job->stored[KEY] && (job->cosine || job->record.bits || job->record.type != job->attention.type);
 }
 
+/* Whether tasks end where they do if the sequence's first rows are in it too: with windows the first query of a task
+ * decides how its keys are cut into blocks. */
+static bool is_cut(const Job *job)
+{
+    return job->causal && job->window > 0;
+}
+
+/* Rows that a tile would begin with, if the sequence's first rows were in it too. */
+static size_t missing_of(const Job *job, size_t sequence)
+{
+    return is_cut(job) && queries_of(job, sequence) > 0 ? position_of(job, sequence, 0) % job->tile : 0;
+}
+
 static size_t tasks_of(const Job *job, size_t sequence)
 {
-    const size_t queries = queries_of(job, sequence);
+    const size_t queries = queries_of(job, sequence) + missing_of(job, sequence);
     if (is_sheet(job, sequence))
         return (queries + job->part - 1) / job->part * ((job->heads + job->share - 1) / job->share);
     return (queries + job->tile - 1) / job->tile * job->heads;
@@ -253,6 +270,8 @@ static void plan(Job *job, size_t threads)
         const size_t near = job->window < 2 * LEAST ? 2 * LEAST : round_to(job->window, LEAST);
         job->tile = near < job->tile ? near : job->tile;
     }
+    if (is_cut(job))
+        longest = job->most;
     if (longest < job->tile)
         job->tile = longest < LEAST ? LEAST : round_to(longest, LEAST);
     for (;;) {
@@ -339,13 +358,15 @@ static void attend_task(const Job *job, size_t number, char *scratch)
         attend_sheet(job, low, number - job->tasks[low], scratch);
         return;
     }
-    const size_t rest = number - job->tasks[low], head = rest % job->heads, first = rest / job->heads * job->tile;
+    const size_t rest = number - job->tasks[low], head = rest % job->heads, part = rest / job->heads;
+    const size_t missing = missing_of(job, low), first = part ? part * job->tile - missing : 0;
+    const size_t most = part ? job->tile : job->tile - missing;
     const size_t left = queries_of(job, low) - first, keys = keys_of(job, low);
     const size_t bytes = job->attention.stored.width * item_bytes[job->attention.type];
     Query *queries = (Query *)(scratch + job->kernel_bytes);
     RowTask own = {.task = {.queries = queries,
-                            .count = left < job->tile ? left : job->tile,
-                            .like = fresh_of(job, low) == keys ? keys : queries_of(job, low),
+                            .count = left < most ? left : most,
+                            .like = job->causal || fresh_of(job, low) == keys ? keys : queries_of(job, low),
                             .last = keys,
                             .causal = job->causal,
                             .locate = locate_block,
@@ -367,7 +388,8 @@ static void attend_task(const Job *job, size_t number, char *scratch)
             queries[r].bias = (const char *)(job->table + head * job->table_line + job->table_span - 1 - position);
     }
     if (job->window > 0) {
-        const size_t begin = position_of(job, low, first), end = position_of(job, low, first + task->count - 1);
+        const size_t own = position_of(job, low, first), begin = is_cut(job) ? own / job->tile * job->tile : own;
+        const size_t end = position_of(job, low, first + task->count - 1);
         task->first = begin < job->window ? 0 : (begin - job->window + 1) / STRIDE * STRIDE;
         task->last = keys - end < job->window ? keys : end + job->window;
     }
@@ -468,6 +490,11 @@ static const char *find_wrong_key(const Job *job, size_t b)
             return "a fresh row is not the source of the key at its position";
     for (int64_t k = 0; k < keys; k++) {
         const int64_t source = sources[k], row = -1 - source;
+        if (source >= 0 && job->causal && (source < first || source >= last)) {
+            if (source >= job->starts[job->batch])
+                return ANOTHER;
+            continue; /* of a sequence that begins alike */
+        }
         if (source >= 0) {
             if (!every && source != first + fresh)
                 return ANOTHER;

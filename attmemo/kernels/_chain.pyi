@@ -18,7 +18,7 @@ def run(
     turns: tuple[npt.NDArray[np.int32], tuple[Angles, ...]],
     calls: tuple[Any, ...],
     asked: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], int, int, int, bool, Any] | None,
-    copies: tuple[tuple[int, int, int, int, int], ...],
+    copies: tuple[tuple[int, int, int, int, int, int], ...],
     ways: tuple[int, int, int, int, int],
     threads: int,
     /,

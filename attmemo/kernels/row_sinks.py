@@ -25,7 +25,7 @@ class Copy:
     first, stop : int
         The rows of the batch.
     rows : Tensor [blocks, 2, n, H]
-        Gets K and V. Without gaps, of the type of the computed rows.
+        Gets K and V, of the type of the computed rows. Without gaps in a plane; planes may lie apart, all alike.
     last : Tensor [n, H] or None
         Gets the last hidden states. Without gaps.
 
@@ -42,7 +42,9 @@ class Copy:
 
     def __post_init__(self) -> None:
         count, last = self.stop - self.first, self.last
-        if not self.rows.is_contiguous() or self.rows.shape[2] != count:
+        to = self.rows
+        planes = to.stride(0) == 2 * to.stride(1) and to.stride(1) % to.shape[3] == 0
+        if not (planes and to[0, 0].is_contiguous()) or to.shape[2] != count:
             raise ValueError(f"{count} rows do not fit {tuple(self.rows.shape)}, or it has gaps")
         if last is not None and not (last.is_contiguous() and last.shape[0] == count):
             raise ValueError(f"{count} last hidden states do not fit {tuple(last.shape)}, or it has gaps")
@@ -74,9 +76,9 @@ class Copies:
 
     def addresses(
         self, blocks: int, size: int, last: Tensor, asked: Ints | None = None
-    ) -> tuple[tuple[int, int, int, int, int], ...]:
-        """Of each part its first row, how many there are, where K and V go, where the result goes (0: nowhere), and
-        which row of the result is the first of these.
+    ) -> tuple[tuple[int, int, int, int, int, int], ...]:
+        """Of each part its first row, how many there are, how many from a plane to the next, where K and V go, where
+        the result goes (0: nowhere), and which row of the result is the first of these.
 
         `asked`: int64 ``[W]``, the rows that the result has; None: all. ValueError: a part is not of so many blocks
         and numbers a row of K, cannot hold rows of `last`, the result, or wants some that are not asked for.
@@ -93,7 +95,8 @@ class Copies:
                 raise ValueError(f"copies are {tuple(end.shape)} of {end.dtype}, rows are {tuple(last.shape)}")
             place = 0 if end is None else _place_of(part, asked)
             to = 0 if end is None else end.data_ptr()
-            found.append((part.first, part.stop - part.first, rows.data_ptr(), to, place))
+            pitch = rows.stride(1) // size
+            found.append((part.first, part.stop - part.first, pitch, rows.data_ptr(), to, place))
         return tuple(found)
 
 

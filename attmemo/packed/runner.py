@@ -84,6 +84,16 @@ class Packed:
         """Each layer that was made ready: number of its block, the layer, and the model's own layers in it."""
         return [(number, *pair) for number, layer in enumerate(self._layers) for pair in layer.linears]
 
+    @property
+    def turns(self) -> bool:
+        """Whether keys of records may have moved. In front of causal rows they lie where they lay."""
+        return self.blocks.rotary and not self.blocks.causal
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether a row's numbers do not depend on the rows beside it: torch's own layers round by their number."""
+        return self._chain is not None
+
     def run(
         self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor | None, fetch: Fetch | None = None,
         keep: Copies | None = None, added: Tensor | None = None, asked: Ints | None = None,
@@ -116,7 +126,7 @@ class Packed:
             known = self.positions(longest)
             return self._chain(
                 hidden, layout, scale=self.blocks.scale, table=known.table, angles=known.angles, stored=fetch,
-                turn=known.turn if self.blocks.rotary else None, keep=keep, asked=asked,
+                turn=known.turn if self.turns else None, keep=keep, asked=asked,
                 disentangled=known.disentangled if known.is_disentangled else None,
             )  # fmt: skip
         run = grid_rows(rows) if self._on_grid else rows
@@ -163,7 +173,7 @@ class Packed:
         context[len(queries) :] = 0
         attend(
             queries, keys[:rows], values[:rows], blocks.heads, given, out=context[: len(queries)],
-            scale=blocks.scale, stored=stored, turn=known.turn(block.kind) if stored is not None else None,
+            scale=blocks.scale, stored=stored, turn=known.turn(block.kind) if stored is not None and self.turns else None,
             table=known.table, window=block.window, disentangled=known.disentangled(number), causal=blocks.causal,
         )  # fmt: skip
         hidden = layer.mixed(context, hidden)

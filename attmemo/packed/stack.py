@@ -2,7 +2,7 @@
 
 One call of the stack does the work of all blocks. Valid tokens are taken out of the padded batch, the blocks run
 over them (`runner.py`), and the last hidden states go back to where the tokens were. Sequences that are the same are
-computed once (`duplicates.py`). Outputs of padding are zero. The pooler and the head are the model's own.
+computed once (`duplicates.py`), and so is what causal ones begin with alike (`prefixes.py`). Outputs of padding are zero. The pooler and the head are the model's own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from attmemo.models import Call, Site, Spans
 from attmemo.models.blocks import Blocks
 from attmemo.models.masks import consecutive, valid_places
 from attmemo.packed.duplicates import Twins
+from attmemo.packed.prefixes import Embedded, Folded, Prefixes
 from attmemo.packed.runner import Fetch, Packed
 
 ON_THE_RIGHT = "the mask is not plain padding on the right"
@@ -97,6 +98,7 @@ class Stack:
     def __init__(self, blocks: Blocks, packed: Packed) -> None:
         self.blocks, self.packed = blocks, packed
         self.keep: Keep | None = None
+        self._shares = blocks.causal and packed.keeps_bits
         self.watch([])
 
     def read(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
@@ -160,6 +162,10 @@ class Stack:
         start, forward.outcome = perf_counter(), NOTHING
         batch = len(spans.lengths)
         twins = Twins.of(call.hidden, spans.lengths, left=spans.left) if twins is None else twins
+        if self._shares and copied is None and not forward.first:
+            output = self._folded(call, spans, forward, twins, start)
+            if output is not None:
+                return output
         some, lengths = twins.some, np.array(spans.lengths)
         if some:
             lengths[~twins.own] = 0
@@ -183,6 +189,33 @@ class Stack:
         self._count(spans.lengths, lengths, twins, forward, blocks=perf_counter() - start, first=asked is not None)
         return output
 
+    def _folded(self, call: Call, spans: Spans, forward: Forward, twins: Twins, start: float) -> Tensor | None:
+        """The same, where what sequences begin with alike is computed once; None: there is nothing such."""
+        own = np.flatnonzero(twins.own)
+        if len(own) < 2:
+            return None
+        embedded = Embedded(call.hidden, spans.lengths, spans.left)
+        prefixes = Prefixes.of(embedded, own)
+        if not prefixes.begins.any():
+            return None
+        folded = Folded.of(prefixes, embedded)
+        found = self._compute_folded(call, folded, forward)
+        output = unfold(found, folded, call.hidden.shape)
+        twins.spread(output)
+        lengths = np.array(spans.lengths)
+        lengths[~twins.own] = 0
+        self._count(
+            spans.lengths, lengths, twins, forward, blocks=perf_counter() - start, shared=int(prefixes.begins.sum())
+        )
+        return output
+
+    def _compute_folded(
+        self, call: Call, folded: Folded, forward: Forward, fetch: Fetch | None = None, keep: Copies | None = None
+    ) -> Tensor:
+        longest = int(np.diff(folded.layout.key_starts).max())
+        places = torch.from_numpy(folded.places)
+        return self.compute(call, places, folded.layout, longest, fetch=fetch, keep=keep, packed=forward.packed)
+
     def compute(
         self, call: Call, places: Tensor | None, layout: Layout, longest: int, *, fetch: Fetch | None = None,
         keep: Copies | None = None, asked: Ints | None = None, packed: Packed | None = None,
@@ -193,10 +226,14 @@ class Stack:
         """
 
         flat = call.hidden.reshape(-1, call.hidden.shape[-1])
+        positions = None
+        if self.blocks.rotary:
+            positions = positions_of(places, *call.hidden.shape[:2])
+            if layout.positions is not None:  # rows of several sequences count from one origin
+                positions = torch.from_numpy(layout.positions.astype(np.int64))
         return (packed or self.packed).run(
             flat if places is None else flat.index_select(0, places), layout, longest,
-            positions_of(places, *call.hidden.shape[:2]) if self.blocks.rotary else None, fetch, keep,
-            self.blocks.added(call.hidden, places), asked,
+            positions, fetch, keep, self.blocks.added(call.hidden, places), asked,
         )  # fmt: skip
 
     def _asked(self, forward: Forward, firsts: Ints, keep: Copies | None) -> Ints | None:
@@ -210,18 +247,20 @@ class Stack:
 
     def _count(
         self, lengths: list[int], rows: npt.NDArray[np.int64], twins: Twins, forward: Forward, *, blocks: float,
-        fetch: float = 0.0, beside: int = 0, first: bool = False,
+        fetch: float = 0.0, beside: int = 0, first: bool = False, shared: int = 0,
     ) -> None:  # fmt: skip
         """Count one forward: tokens and computed rows of each sequence, and seconds by part.
 
-        `beside`: rows that were computed to verify answers. `first`: first rows alone were given.
+        `beside`: rows that were computed to verify answers. `first`: first rows alone were given. `shared`: of these
+        rows so many were computed for another sequence of the batch.
 
-        An observer sees for each twin the rows of the first one: a client must not learn what others ask meanwhile.
+        An observer sees for each twin the rows of the first one, and rows that are shared as if they were not: a client
+        must not learn what others ask meanwhile.
         """
         if forward.observed is not None:
             forward.observed.see(lengths, rows[twins.firsts].tolist(), forward.repeats, beside)
         asked = [] if forward.repeats else lengths
-        computed = int(rows.sum()) + beside
+        computed = int(rows.sum()) + beside - shared
         forward.counters.work(len(asked), sum(asked), computed, fetch=fetch, blocks=blocks, first=first)
 
     def join(
@@ -236,6 +275,12 @@ class Stack:
 def put_back(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """Rows ``[N, H]`` at these places of ``[count, H]``, zeros elsewhere."""
     return rows.new_zeros(count, rows.shape[1]).index_copy_(0, places, rows)
+
+
+def unfold(found: Tensor, folded: Folded, shape: Sequence[int]) -> Tensor:
+    """Rows ``[B, L, H]`` of all tokens, zeros elsewhere, from the computed ones ``[N, H]``."""
+    rows = found.index_select(0, torch.from_numpy(folded.sources))
+    return put_back(rows, torch.from_numpy(folded.every), shape[0] * shape[1]).view(*shape)
 
 
 def put_first(found: Tensor, asked: Ints, firsts: Ints, slots: Ints, shape: Sequence[int]) -> Tensor:
