@@ -87,7 +87,7 @@ def check_together(
     memory = database == MEMORY
     reuse = "rows" if memory and reuse == "auto" else reuse
     folder = None if isinstance(fill, bool) else os.fspath(fill)  # type: ignore[call-overload]
-    own = f"reuse={reuse!r}"
+    own, prefix = f"reuse={reuse!r}", reuse == "prefix"
     if reuse == "auto" and budget == 0 and database is None and folder is None and is_auto(threshold):
         reuse, own = "none", "budget=0 without a database"
     for nonsense, what, hint in (
@@ -106,7 +106,16 @@ def check_together(
          "give a budget; or only read a database, with fill=False"),
         (budget is None and reuse == "auto" and database is None and is_auto(threshold),
          "budget=None reuses records of a prepared database, and there is none", "give the database, or a budget"),
-        (budget == 0 and (reuse == "rows" or memory or folder is not None),
+        (prefix and database is not None and not memory,
+         f"{own} keeps prefixes in memory, and reads no database", "leave out database, or database=':memory:'"),
+        (prefix and (folder is not None or fill is False), f"{own} keeps prefixes in memory; fill={fill!r} does not",
+         "leave out fill"),
+        (prefix and budget != 0, f"{own} changes no answer: there is nothing that a budget could guard",
+         "leave out budget; linear='int8' rounds linear layers"),
+        (prefix and (not is_auto(threshold) or near not in (None, 1) or most_moved is not None),
+         f"threshold, near and most_moved are settings of similar inputs; {own} reuses equal prefixes alone",
+         "leave them out"),
+        (budget == 0 and not prefix and (reuse == "rows" or memory or folder is not None),
          f"{_asked_of_rows(reuse, memory, folder)} reuses rows of similar inputs, which can change answers; "
          "budget=0 allows no change", "budget=0.01 allows at most 1 % of the answers to change"),
         (bool(budget) and reuse == "maps", "a budget guards reuse of rows; maps have a threshold",
@@ -120,7 +129,7 @@ def check_together(
          "leave out one of them"),
         (reuse in ("none", "maps") and (near not in (None, 1) or most_moved is not None),
          f"near and most_moved are settings of rows; {own} has none", "leave them out, or reuse='rows'"),
-        (reuse in ("none", "rows") and (lookup == "layer" or fetch != "auto"),
+        (reuse in ("none", "rows", "prefix") and (lookup == "layer" or fetch != "auto"),
          f"lookup='layer' and fetch are settings of maps; {own} has none", "leave them out, or reuse='maps'"),
     ):  # fmt: skip
         if nonsense:

@@ -41,6 +41,8 @@ class Work:
     repeated: int = 0  # of these, answers that the input's own record gave again as they were
     tokens: int = 0
     rows: int = 0  # that were computed
+    shared: int = 0  # rows of prefixes that another sequence of the batch computed
+    stored: int = 0  # rows of stored prefixes
     firsts: int = 0  # calls that gave first rows alone
     lookup_seconds: float = 0.0
     plan_seconds: float = 0.0
@@ -109,6 +111,12 @@ class Counters:
             self.done.rows += rows
             self.done.firsts += first
             self.done.blocks_seconds += seconds
+
+    def prefixes(self, shared: int, stored: int) -> None:
+        """Rows that were not computed: another sequence of the batch has them, and they were stored."""
+        with self._lock:
+            self.done.shared += shared
+            self.done.stored += stored
 
     def answered(self, reused: int, repeated: int) -> None:
         """So many answers came from records, and stay: of other inputs, and of the inputs' own."""

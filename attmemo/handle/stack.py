@@ -37,10 +37,12 @@ from attmemo.models.blocks import Blocks, find_blocks
 from attmemo.packed.check import check_blocks, check_layers, check_stack, check_whole
 from attmemo.packed.head_check import reads_first_row
 from attmemo.packed.head_hook import HeadHook
+from attmemo.packed.prefix_check import check_prefixes
 from attmemo.packed.reader_hook import ReaderHook, reader_of
 from attmemo.packed.runner import TYPES, Called, Packed
 from attmemo.packed.stack import Stack
 from attmemo.packed.whole_model import Parts, WholeModel
+from attmemo.prefix.serve import PrefixRows
 from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.planner import TYPES_FROM, RowPlanner
 
@@ -159,7 +161,7 @@ class StackMemoization(Memoization):
 
     @property
     def reuse(self) -> str:
-        """``"rows"`` or ``"none"``."""
+        """``"rows"``, ``"prefix"`` or ``"none"``."""
         return self.engine.reuse.name
 
     def stats(self) -> dict[str, Any]:
@@ -183,6 +185,9 @@ class StackMemoization(Memoization):
             ``database`` (the path of a prepared one), ``folder`` (of the database that fills itself), ``records`` and
             ``record_bytes`` (that came while models served), ``offered`` (sequences that could have become records, by
             what became of them, see docs/python.md),
+            ``prefixes`` (of causal blocks, tokens whose rows were not computed: ``shared`` with another sequence of
+            the batch, and ``stored``; ``tokens`` in the store, and those of them that several sequences began with,
+            ``common``; its ``bytes`` and ``max_bytes``; None: the blocks are not causal),
             ``rows_afterwards`` (rows computed to verify answers after they were given, never reset), ``guard`` (see
             docs/guard.md; None without a budget), and ``pays`` (whether guarded forwards take no longer with records
             than without; None: not known).
@@ -218,6 +223,7 @@ class StackMemoization(Memoization):
             "weight_bytes": self.packed.nbytes + self._rounded_bytes,
             "first_row": self.first_row and not (self._head is not None and self._head.reads_more),
             **self._growth(),
+            "prefixes": self._prefixes(done.shared, done.stored),
             "rows_afterwards": 0 if self.guarded is None else self.guarded.rows_afterwards,
             "guard": guard,
             "pays": None if self.guarded is None else self.guarded.planner.times.pays,
@@ -281,9 +287,21 @@ class StackMemoization(Memoization):
             return {"records": 0, "record_bytes": 0, "offered": {}}
         return {"records": len(store), "record_bytes": store.nbytes, "offered": store.done}
 
+    def _prefixes(self, shared: int, stored: int) -> dict[str, int] | None:
+        if not self.packed.blocks.causal:
+            return None
+        reuse = self.engine.reuse
+        store = reuse.store if isinstance(reuse, PrefixRows) else None
+        kept = {"tokens": 0, "common": 0, "bytes": 0, "max_bytes": 0} if store is None else {
+            "tokens": len(store), "common": store.common, "bytes": store.nbytes, "max_bytes": store.max_bytes
+        }  # fmt: skip
+        return {"shared": shared, "stored": stored, **kept}
+
     def __repr__(self) -> str:
         state = "on" if self.enabled else "off"
         layers = "" if self.linear == "exact" else f", {self.linear} linear layers"
+        if isinstance(self.engine.reuse, PrefixRows):
+            return f"<attmemo {state}: prefixes in memory{layers}>"
         if self.threshold is None:
             return f"<attmemo {state}: packed blocks, nothing reused{layers}>"
         where = self.database or self.folder or "memory"
@@ -301,6 +319,8 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName, oute
     handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
     handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
     check_stack(handle, adapter, encoder, packed)
+    if packed.blocks.causal and packed.keeps_bits:
+        check_prefixes(handle, adapter, encoder, packed)
     handle.first_row = reads_first_row(handle, adapter, encoder)
     if handle.parts is not None and handle.parts.pooler is not None:
         handle.reader = reader_of(outer, handle.host)

@@ -33,6 +33,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
     return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()  # holds on to the memory
 
 
+def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Numbers on the CPU that take memory where they are written first: zeros, or whatever lies there."""
+    memory = _memory(math.prod(shape) * dtype.itemsize)
+    if memory is None:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # holds on to the memory
+
+
 class Slab:
     """Room for arrays that lie one behind the other in huge pages. The last array that is left holds it.
 

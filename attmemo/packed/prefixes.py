@@ -1,21 +1,22 @@
 """Prefixes: what sequences of a batch begin with alike. Where a token sees those before alone, it is computed once.
 
-A row of a causal block depends on the rows up to its own. So of sequences that begin with the same embedded rows at the
-same positions, one computes these rows, and the others read its K and V where they lie. For ids::
+A row of a causal block depends on the rows up to its own. So of sequences that begin with the same embedded rows, one
+computes these rows, and the others read its K and V where they lie. For ids, and cuts anywhere::
 
-    0: 7 7 7 1 2        computes 5 rows
-    1: 7 7 7 1 3        the last; reads four of 0
-    2: 7 7 7 4          the last; reads three of 1, which reads them of 0
+    0: 7 7 7 1 2        computes five rows
+    1: 7 7 7 1 3        computes the last, and reads four of 0
+    2: 7 7 7 4          computes the last, and reads three of 0
 
 In the order of their rows each sequence has most in common with the one before: so a walk over neighbours finds all
-(RadixMLP, arXiv 2601.15013, folds a batch into the same trie). Sequences are cut at multiples of `CUT` alone, where the
-attention kernel promises the bits of whole sequences.
+(RadixMLP, arXiv 2601.15013, folds a batch into the same trie). Sequences are cut at multiples of `CUT` alone, where
+the attention kernel promises the bits of whole sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -27,6 +28,7 @@ from attmemo.kernels.row_attention import Layout
 
 Ints = npt.NDArray[np.int64]
 Sources = npt.NDArray[np.int32]
+Words = npt.NDArray[np.uint64] | npt.NDArray[np.uint8]
 
 CUT: Final = 16
 """Tokens: as in `native/row_attention.c`."""
@@ -49,32 +51,36 @@ class Embedded:
     """
 
     def __init__(self, hidden: Tensor, lengths: Sequence[int], left: bool) -> None:
-        rows = (hidden if hidden.stride(-1) == 1 else hidden.contiguous()).view(torch.uint8).numpy()
-        wide = rows.shape[-1] % 8 == 0 and all(step % 8 == 0 for step in rows.strides[:2]) and rows.ctypes.data % 8 == 0
-        self._rows = rows.view(np.uint64) if wide else rows
+        rows = octets_of(hidden if hidden.stride(-1) == 1 else hidden.contiguous())
+        self._rows: Words = rows.view(np.uint64) if rows.shape[-1] % 8 == 0 else rows
         marks = np.ascontiguousarray(rows[:, :, :MARK])
         self.padded, self.lengths = rows.shape[1], list(lengths)
         self.begins = [self.padded - n if left else 0 for n in lengths]
-        self.marks = [marks[b, at : at + n].tobytes() for b, (at, n) in enumerate(zip(self.begins, lengths, strict=True))]
+        self.marks = [
+            marks[b, at : at + n].tobytes() for b, (at, n) in enumerate(zip(self.begins, lengths, strict=True))
+        ]
 
-    def of(self, sequence: int, stop: int) -> npt.NDArray[np.uint8]:
-        """The first rows of a sequence, ``[stop, bytes]``."""
-        begin = self.begins[sequence]
-        found: npt.NDArray[np.uint8] = self._rows[sequence, begin : begin + stop].view(np.uint8)
-        return found
+    def of(self, sequence: int, begin: int, stop: int) -> Words:
+        """Some rows of a sequence, ``[stop - begin, words]``."""
+        at = self.begins[sequence]
+        return self._rows[sequence, at + begin : at + stop]
 
-    def alike(self, one: int, other: int, known: int = 0) -> int:
-        """How many rows two sequences begin with alike, cut; the first `known` are so."""
+    def alike(self, one: int, other: int) -> int:
+        """How many rows two sequences begin with alike, cut."""
         first, second = self.marks[one], self.marks[other]
         if first[: CUT * MARK] != second[: CUT * MARK] or min(len(first), len(second)) < CUT * MARK:
             return 0
         count = min(len(first), len(second)) // MARK
         marks = (np.frombuffer(marks, np.uint64, count) for marks in (first, second))
         stop = cut(first_of(np.not_equal(*marks)))
-        if stop <= known:
-            return known
-        own, its = (self._rows[b, self.begins[b] + known : self.begins[b] + stop] for b in (one, other))
-        return stop if np.array_equal(own, its) else cut(known + first_of((own != its).any(1)))
+        own, its = (self.of(b, 0, stop) for b in (one, other))
+        return stop if np.array_equal(own, its) else cut(first_of((own != its).any(1)))
+
+
+def octets_of(rows: Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of rows on the CPU."""
+    found: npt.NDArray[np.uint8] = rows.detach().view(torch.uint8).numpy()
+    return found
 
 
 def first_of(found: npt.NDArray[np.bool_]) -> int:
@@ -120,7 +126,7 @@ class Prefixes:
         order = sorted(own.tolist(), key=embedded.marks.__getitem__)
         batch = len(embedded.lengths)
         begins, before = np.zeros(batch, np.int64) if stored is None else stored.copy(), np.full(batch, -1)
-        for one, other in zip(order, order[1:], strict=False):
+        for one, other in pairwise(order):
             alike = embedded.alike(one, other)
             if alike > begins[other]:
                 begins[other], before[other] = alike, one
@@ -143,7 +149,9 @@ class Prefixes:
             begin, length = int(self.begins[b]), int(lengths[b])
             found[b] = own = np.empty(length, np.int32)
             if begin:
-                own[:begin] = -1 - slots[b][:begin] if slots and self.before[b] < 0 else found[int(self.before[b])][:begin]
+                own[:begin] = (
+                    -1 - slots[b][:begin] if slots and self.before[b] < 0 else found[int(self.before[b])][:begin]
+                )
             own[begin:] = np.arange(starts[b], starts[b] + length - begin)
         return found
 

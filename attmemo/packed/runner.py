@@ -171,10 +171,11 @@ class Packed:
             queries, hidden, given = queries[wanted], hidden[wanted], layout.asking(asked)
         context = projected.new_empty(len(hidden), size)
         context[len(queries) :] = 0
+        turn = known.turn(block.kind) if stored is not None and self.turns else None
         attend(
             queries, keys[:rows], values[:rows], blocks.heads, given, out=context[: len(queries)],
-            scale=blocks.scale, stored=stored, turn=known.turn(block.kind) if stored is not None and self.turns else None,
-            table=known.table, window=block.window, disentangled=known.disentangled(number), causal=blocks.causal,
+            scale=blocks.scale, stored=stored, turn=turn, table=known.table, window=block.window,
+            disentangled=known.disentangled(number), causal=blocks.causal,
         )  # fmt: skip
         hidden = layer.mixed(context, hidden)
         if layer.feed is not None:

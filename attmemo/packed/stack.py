@@ -2,7 +2,8 @@
 
 One call of the stack does the work of all blocks. Valid tokens are taken out of the padded batch, the blocks run
 over them (`runner.py`), and the last hidden states go back to where the tokens were. Sequences that are the same are
-computed once (`duplicates.py`), and so is what causal ones begin with alike (`prefixes.py`). Outputs of padding are zero. The pooler and the head are the model's own.
+computed once (`duplicates.py`), and so is what causal ones begin with alike (`prefixes.py`). Outputs of padding are
+zero. The pooler and the head are the model's own.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class Stack:
     ----------
     keep : Keep or None
         Gets what a forward computed: this is how records are made.
+    shares : bool
+        Whether what causal sequences of a batch begin with alike is computed once.
     """
 
     name: ClassVar[str] = "none"
@@ -98,7 +101,7 @@ class Stack:
     def __init__(self, blocks: Blocks, packed: Packed) -> None:
         self.blocks, self.packed = blocks, packed
         self.keep: Keep | None = None
-        self._shares = blocks.causal and packed.keeps_bits
+        self.shares = blocks.causal and packed.keeps_bits
         self.watch([])
 
     def read(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
@@ -162,7 +165,7 @@ class Stack:
         start, forward.outcome = perf_counter(), NOTHING
         batch = len(spans.lengths)
         twins = Twins.of(call.hidden, spans.lengths, left=spans.left) if twins is None else twins
-        if self._shares and copied is None and not forward.first:
+        if self.shares and copied is None and not forward.first:
             output = self._folded(call, spans, forward, twins, start)
             if output is not None:
                 return output
@@ -248,20 +251,23 @@ class Stack:
     def _count(
         self, lengths: list[int], rows: npt.NDArray[np.int64], twins: Twins, forward: Forward, *, blocks: float,
         fetch: float = 0.0, beside: int = 0, first: bool = False, shared: int = 0,
+        stored: int = 0,
     ) -> None:  # fmt: skip
         """Count one forward: tokens and computed rows of each sequence, and seconds by part.
 
         `beside`: rows that were computed to verify answers. `first`: first rows alone were given. `shared`: of these
-        rows so many were computed for another sequence of the batch.
+        rows so many were computed for another sequence of the batch. `stored`: rows of stored prefixes.
 
-        An observer sees for each twin the rows of the first one, and rows that are shared as if they were not: a client
-        must not learn what others ask meanwhile.
+        An observer sees for each twin the rows of the first one, and rows that are shared as if they were not: a
+        client must not learn what others ask meanwhile.
         """
         if forward.observed is not None:
             forward.observed.see(lengths, rows[twins.firsts].tolist(), forward.repeats, beside)
         asked = [] if forward.repeats else lengths
         computed = int(rows.sum()) + beside - shared
         forward.counters.work(len(asked), sum(asked), computed, fetch=fetch, blocks=blocks, first=first)
+        if shared or stored:
+            forward.counters.prefixes(shared, stored)
 
     def join(
         self, site: Site, call: Call, share: Share, served: Tensor, exact: Exact, arguments: tuple[Any, Any]

@@ -157,5 +157,5 @@ class Info(Answer):
     version: str
     sha: str | None
     docker_label: str | None
-    reuse: Literal["rows", "maps", "none"]
+    reuse: Literal["rows", "maps", "prefix", "none"]
     budget: float | None

@@ -97,7 +97,7 @@ class ServedModel:
 
     @property
     def reuse(self) -> str:
-        """What records supply: ``"rows"``, ``"maps"`` or ``"none"``."""
+        """What records supply: ``"rows"``, ``"maps"``, ``"prefix"`` or ``"none"``."""
         return "none" if self.handle is None else str(self.handle.reuse)
 
     def memoize(

@@ -14,7 +14,7 @@ from attmemo.system.machine import cores
 from attmemo.system.sizes import bytes_of
 
 Pooling = Literal["mean", "cls", "last-token"]
-ReuseName = Literal["auto", "maps", "rows", "none"]
+ReuseName = Literal["auto", "maps", "rows", "prefix", "none"]
 DtypeName = Literal["float32", "bfloat16"]
 LinearName = Literal["auto", "exact", "int8"]
 
@@ -123,8 +123,9 @@ class Settings:
             reuse=self.reuse, database=self.database, fill=self.fill, budget=self.budget, linear=linear,
             threshold=self.threshold, near=self.near,
         )  # fmt: skip
-        if self.reuse in ("none", "maps") or not self.budget:
-            why = f"reuse is {self.reuse}" if self.reuse in ("none", "maps") else f"budget is {self.budget}"
+        unguarded = self.reuse in ("none", "maps", "prefix")
+        if unguarded or not self.budget:
+            why = f"reuse is {self.reuse}" if unguarded else f"budget is {self.budget}"
             for name, value, usual in (
                 ("confidence", self.confidence, CONFIDENCE), ("min_cosine", self.min_cosine, MIN_COSINE)
             ):  # fmt: skip

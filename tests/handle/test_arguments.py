@@ -66,7 +66,7 @@ class TestOneArgument:
             ({"near": "1"}, "near must be a whole number of tokens", "near=1"),
             ({"most_moved": -1}, "most_moved must be a whole number of tokens", "most_moved=1"),
             ({"threshold": "high", "reuse": "rows", "budget": 0.1}, "a threshold is one share of", "threshold=0.5"),
-            ({"reuse": "columns"}, "reuse must be one of auto, maps, rows, none; got 'columns'", "leave out reuse"),
+            ({"reuse": "columns"}, "reuse must be one of auto, maps, rows, prefix, none; got", "leave out reuse"),
             ({"linear": "int4"}, "linear must be one of auto, exact, int8", "leave out linear"),
         ],
     )  # fmt: skip
@@ -136,6 +136,12 @@ class TestTogether:
             ({"fill": "own", "reuse": "maps"}, "fill='own': a folder is filled with rows; reuse='maps' keeps none"),
             ({"fill": "own", "reuse": "none"}, "fill='own': a folder is filled with rows; reuse='none' keeps none"),
             ({"database": "db", "reuse": "none"}, "reuse='none' takes no database: it reuses nothing"),
+            ({"database": "db", "reuse": "prefix"}, "reuse='prefix' keeps prefixes in memory, and reads no database"),
+            ({"fill": "own", "reuse": "prefix"}, "reuse='prefix' keeps prefixes in memory; fill='own' does not"),
+            ({"fill": False, "reuse": "prefix"}, "reuse='prefix' keeps prefixes in memory; fill=False does not"),
+            ({"budget": 0.01, "reuse": "prefix"}, "reuse='prefix' changes no answer: there is nothing that a budget"),
+            ({"budget": None, "reuse": "prefix"}, "reuse='prefix' changes no answer: there is nothing that a budget"),
+            ({"near": 2, "reuse": "prefix"}, "threshold, near and most_moved are settings of similar inputs; reuse="),
         ],
     )  # fmt: skip
     def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(
@@ -154,6 +160,7 @@ class TestTogether:
             ({"reuse": "none", "near": 2}, "near and most_moved are settings of rows; reuse='none' has none"),
             ({"reuse": "maps", "most_moved": 3}, "near and most_moved are settings of rows; reuse='maps' has none"),
             (MEMORY | {"reuse": "rows", "lookup": "layer"}, "lookup='layer' and fetch are settings of maps; reuse='"),
+            ({"reuse": "prefix", "fetch": "copy"}, "lookup='layer' and fetch are settings of maps; reuse='prefix'"),
             (MEMORY | {"fetch": "copy"}, "lookup='layer' and fetch are settings of maps; reuse='rows'"),
         ],
     )  # fmt: skip
@@ -165,7 +172,8 @@ class TestTogether:
 
     @pytest.mark.parametrize(
         ("reuse", "budget"),
-        [("auto", 0), ("auto", 0.01), ("maps", 0), ("rows", 0.01), ("rows", None), ("none", 0), ("none", 0.01)],
+        [("auto", 0), ("auto", 0.01), ("maps", 0), ("rows", 0.01), ("rows", None), ("none", 0), ("none", 0.01),
+         ("prefix", 0)],
     )
     def test_defaults_go_together(self, reuse: str, budget: float | None) -> None:
         check_together(reuse=reuse, budget=budget)

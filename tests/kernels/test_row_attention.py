@@ -202,6 +202,51 @@ def test_a_causal_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtyp
         assert torch.equal(alone, every[first:stop])
 
 
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 20, 150])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_causal_sequence_that_reads_first_rows_elsewhere_has_the_bits_of_a_whole_one(
+    isa: str, dtype: torch.dtype, window: int | None, threads: int
+) -> None:
+    """Sequences of 300, 200, 90 and 49 rows: they begin as the first one does, for 0, 160, 64 and 48 rows. Of the
+    second 32 rows are those of a record, of the last 16.
+    """
+    lengths, alike, kept, heads = [300, 200, 90, 49], [0, 160, 64, 48], [0, 32, 0, 16], 2
+    call = Batch(lengths, heads, 64, dtype).make() | {"causal": True, "window": window, "isa": isa}
+    call["queries"] = torch.randn(sum(lengths), 2 * heads * 64).to(dtype)
+    call |= {"heads": 2 * heads}
+    for plane in ("queries", "keys", "values"):
+        first, *others = call[plane].split(lengths)
+        for other, count in zip(others, alike[1:], strict=True):
+            other[:count] = first[:count]
+    expected = attend(**call, threads=1).split(lengths)
+    own = [np.arange(begin, n) for begin, n in zip(alike, lengths, strict=True)]
+    starts = np.concatenate([[0], np.cumsum([len(rows) for rows in own])])
+    sources = np.concatenate([
+        np.concatenate([-1 - np.arange(stored), np.arange(stored, begin), start + rows - begin])
+        for stored, begin, start, rows in zip(kept, alike, starts.tolist(), own, strict=False)
+    ]).astype(np.int32)
+    layout = Layout(
+        starts, np.concatenate([[0], np.cumsum(lengths)]), np.concatenate(own).astype(np.int32), sources
+    )
+    record = torch.stack([call["keys"][:40], call["values"][:40]])
+    keys, values = (np.full(4, plane.data_ptr(), np.uint64) for plane in record)
+    stored = Stored(keys, values, np.full(4, 40), dtype, record.stride(1) * record.itemsize)
+    fresh = {
+        plane: torch.cat([part[begin:] for part, begin in zip(call[plane].split(lengths), alike, strict=True)])
+        for plane in ("queries", "keys", "values")
+    }
+    seen = attend(**call | fresh | {"layout": layout, "stored": stored}, threads=threads)
+    for one, part, begin in zip(expected, seen.split([len(rows) for rows in own]), alike, strict=True):
+        assert torch.equal(one[begin:], part)
+    beyond = replace(layout, sources=np.where(np.arange(len(sources)) == 301, starts[-1], sources).astype(np.int32))
+    with pytest.raises(ValueError, match="fresh row"):
+        attend(**call | fresh | {"layout": beyond, "stored": stored})
+    with pytest.raises(ValueError, match="fresh row"):
+        attend(**call | fresh | {"layout": layout, "stored": stored, "causal": False})
+
+
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     call = Batch([5], 4, 8).make()
     for keys in (call["keys"][:, :24], call["keys"][:, :12], call["keys"][:, :0]):

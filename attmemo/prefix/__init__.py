@@ -1,0 +1,1 @@
+"""Reuse of equal prefixes across requests, exactly: causal models."""
