@@ -1,7 +1,7 @@
 """Equal prefixes of causal models: a query before many documents, and a policy before many messages.
 
-    python scripts/bench_prefix.py docs/prefix.json --layers 6 --page docs/models.md   # some minutes
-    python scripts/bench_prefix.py docs/prefix.json --page docs/models.md --only-page  # only the page's table
+    python scripts/bench_prefix.py docs/prefix.json --layers 6 --page docs/prefix.md   # some minutes
+    python scripts/bench_prefix.py docs/prefix.json --page docs/prefix.md --only-page  # only the page's table
 
 The model has the shape of Qwen3-0.6B and random weights. Times are whole calls of the model on token ids, the least of
 some in turns: `--clock processor` counts what the thread worked, for a machine that has other things to do, too.

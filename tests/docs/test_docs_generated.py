@@ -78,6 +78,12 @@ def test_every_variable_that_the_code_reads_is_on_the_page() -> None:
     assert not [name for name in names if f"`{name}`" not in page("environment.md")]
 
 
+def test_the_table_of_prefixes_is_that_of_its_json(script: Scripts) -> None:
+    marked, bench = script("marked"), script("bench_prefix")
+    text = page("prefix.md").split(marked.BEGIN)[1].split(marked.END)[0]
+    assert text.split() == bench.table(measured("prefix.json")).split()
+
+
 @pytest.mark.parametrize("name", ["ngram", "ngram-gpu"])
 def test_the_tables_of_ngrams_are_those_of_their_json(name: str, script: Scripts) -> None:
     text = page("fastseq-measured.md").split(f"[{name}.json]")[1].split(".json]")[0]
