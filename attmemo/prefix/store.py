@@ -5,8 +5,9 @@ stored of a sequence is a walk from its begin, and sequences that begin alike sh
 a row of a prefix is known by its slot, wherever it is, and attention reads it there.
 
 What goes: every page that a forward computes is stored. A page that a second sequence begins with is *common*. Pages
-that were seen once may take `ONCE` of the room, and more while nobody else needs it: texts that never return drive out
-each other. Of either kind the one goes that was used least recently, the end of a prefix before its begin.
+that were seen once go first; common ones give way only while those have less than `ONCE` of the room. So texts that
+never return drive out each other. Of either kind the one goes that was used least recently, the end of a prefix before
+its begin.
 """
 
 from __future__ import annotations
