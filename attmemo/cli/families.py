@@ -35,7 +35,8 @@ def families(
             found: dict[str, Any] = {"families": [
                 {
                     "family": it.family, "models": list(it.models), "attends_to": sees[it.causal],
-                    "reuse": _modes(type(it).blocks is not Adapter.blocks, not it.causal), "limits": it.limits,
+                    "reuse": _modes(type(it).blocks is not Adapter.blocks, it.has_rows and not it.causal),
+                    "limits": it.limits,
                 }
                 for it in ADAPTERS
             ]}  # fmt: skip

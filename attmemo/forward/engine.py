@@ -136,7 +136,7 @@ class Engine:
         plan = None if forward is None else forward.plan
         if plan is None or not plan.layers:
             return exact(*args, **kwargs)
-        return args[0] if args else kwargs["hidden_states"]
+        return self.reuse.passed(args[0] if args else kwargs["hidden_states"])
 
     def _decide(
         self, forward: Forward, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]

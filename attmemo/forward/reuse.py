@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from attmemo.forward.context import Forward
 from attmemo.forward.plan import Share
@@ -59,6 +59,9 @@ class Reuse(Protocol):
         self, site: Site, call: Call, share: Share, served: Any, exact: Exact, arguments: tuple[Any, Any]
     ) -> tuple[Any, float]:
         """Compute all other sequences by `exact`; what `forward` returns, and the seconds that `exact` took."""
+
+    def passed(self, hidden: Tensor) -> Any:
+        """What a block returns whose work an earlier call has done, from the last hidden states."""
 
     def close(self) -> None:
         """Give memory windows back."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from attmemo.kernels.linear import sample
 
 _SAME = 1e-5  # relative: rounding of float32 in another order
+_BY_SQUARES = "RMSNorm", "T5LayerNorm"  # names of norms by the mean square contain one of these
 _EPS = ("variance_epsilon", "eps")  # names of what is added to the variance
 
 
@@ -51,7 +52,8 @@ def is_norm(module: object) -> bool:
         return False
     if type(module) is nn.LayerNorm:
         return True
-    by_squares = "RMSNorm" in type(module).__name__ and getattr(module, "bias", None) is None
+    named = any(name in type(module).__name__ for name in _BY_SQUARES)
+    by_squares = named and getattr(module, "bias", None) is None
     return by_squares and isinstance(_eps_of(module), float)
 
 

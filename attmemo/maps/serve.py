@@ -158,6 +158,9 @@ class Maps:
         """A map ``[heads, n, n]`` of each layer, and the hidden states ``[n, hidden]`` that entered the layers."""
         return {KIND_MAP: maps, KIND_INPUT: inputs}
 
+    def passed(self, hidden: Tensor) -> Any:
+        return hidden
+
     def close(self) -> None:
         self.source.close()
 

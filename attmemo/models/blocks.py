@@ -21,7 +21,7 @@ from attmemo.kernels.row_attention import Disentangled
 from attmemo.models.base import Adapter, Call
 from attmemo.models.cache_name import NEW, OLD, cache_of
 from attmemo.models.masks import Spans, adds_booleans, read_mask, spans_of
-from attmemo.models.projections import is_linear
+from attmemo.models.projections import is_linear, is_plain
 
 # Arguments of a stack that cannot change what it computes, or that `read` looks at by name.
 _HARMLESS = frozenset({
@@ -89,6 +89,7 @@ class Blocks:
     relative: bool = False  # positions enter by distances between tokens alone
     added_norm: nn.Module | None = None  # behind what `added` gives
     causal: bool = False  # a token sees itself and those before
+    no_records: str | None = None  # why rows of records cannot serve them, if not for the reasons of `no_rows`
     output: type[Any] = tuple  # class of what `module` returns, if it holds all blocks; known once it was run
 
     def __init__(
@@ -121,6 +122,9 @@ class Blocks:
             for norm in (block.query, block.key):
                 if norm is not None and norm.weight.shape != (self.width,):
                     return f"block {number} has norms of Q and K that are not those of a head"
+        kinds = {str(one.weight.dtype)[6:] for block in self.blocks for one in block.linears if is_plain(one)}
+        if len(kinds) > 1:
+            return f"its linear layers are of several types ({', '.join(sorted(kinds))})"
         if self.added_norm is not None and type(self.added_norm) is not nn.LayerNorm:
             return f"behind its first block is a {type(self.added_norm).__qualname__} in place of a layer norm"
         return None
@@ -130,6 +134,8 @@ class Blocks:
         """Why rows of records cannot serve these blocks; None if they can."""
         if self.causal:
             return "its blocks are causal"
+        if self.no_records is not None:
+            return self.no_records
         return "several heads of Q share one of K and V" if self.key_heads != self.heads else None
 
     # -- a call of the stack
@@ -156,7 +162,7 @@ class Blocks:
     def spans(self, mask: Any, batch: int, length: int) -> Spans | None:
         """Where valid tokens lie; None if the mask is not plain padding on the right.
 
-        Padding may be on the left where positions are rotary: only their distances count.
+        Padding may be on the left where distances between tokens alone count (`sees_distances`).
         """
         if isinstance(mask, Tensor) and mask.dim() == 2:
             valid = mask != 0
@@ -167,7 +173,12 @@ class Blocks:
             return None
         else:
             spans = read_mask(mask, batch, length, self.causal, self.mask_window)
-        return None if spans is not None and spans.left and not self.rotary else spans
+        return None if spans is not None and spans.left and not self.sees_distances else spans
+
+    @property
+    def sees_distances(self) -> bool:
+        """Whether blocks and embeddings are the same wherever a sequence begins."""
+        return self.rotary
 
     @cached_property
     def whole(self) -> bool:
@@ -181,9 +192,15 @@ class Blocks:
 
     def leave(self, hidden: Tensor, call: Call) -> Any:
         """The return value of the module's `forward`, from the last hidden states ``[B, L, H]``."""
-        if not self.whole or issubclass(self.output, Tensor):
+        if not self.whole:
+            return self.passed(hidden)
+        if issubclass(self.output, Tensor):
             return hidden
         return (hidden,) if self.output is tuple else self.output(last_hidden_state=hidden)
+
+    def passed(self, hidden: Tensor) -> Any:
+        """What a block returns that the model itself calls, from the last hidden states ``[B, L, H]``."""
+        return hidden
 
     def added(self, hidden: Tensor, places: Tensor | None) -> Tensor | None:
         """What is added to the output of the first block, before `added_norm`; None: nothing is.
@@ -248,7 +265,11 @@ def find_blocks(adapter: Adapter, model: nn.Module) -> Blocks | str:
         found = adapter.blocks(model)
     except AttributeError as error:
         return f"its blocks are of an unknown form ({error})"
-    return found if isinstance(found, str) else found.refusal() or found
+    if isinstance(found, str):
+        return found
+    if not adapter.has_rows:
+        found.no_records = f"rows of this family ({adapter.family}) are not proven"
+    return found.refusal() or found
 
 
 def bert_block(layer: Any, qkv: Sequence[nn.Module], out: nn.Module, behind: nn.Module) -> Block:

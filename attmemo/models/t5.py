@@ -1,16 +1,18 @@
 """T5's encoder: a relative position bias, which the first layer makes for all other layers.
 
 A hit in the first layer must still make the bias, for later layers that miss. Scores are not scaled, and `forward`
-returns three values.
+returns three values; so does that of a block.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attmemo.models.base import Adapter, Call, takes
+from attmemo.models.blocks import Block, Blocks
 from attmemo.models.cache_name import CACHE_NAME
 
 
@@ -19,7 +21,8 @@ class T5Adapter(Adapter):
 
     family = "t5"
     models = ("T5", "mT5", "Flan-T5")
-    limits = "the decoder stays exact; UMT5 is refused"
+    limits = "the decoder stays exact; UMT5 and rows are refused"
+    has_rows = False
     part, layers = "encoder", "num_layers"
     parameters = ("hidden_states", "mask", "key_value_states", "position_bias", CACHE_NAME)
     mask_name = "mask"
@@ -44,3 +47,47 @@ class T5Adapter(Adapter):
     def map_of(self, returned: Any) -> Tensor:
         probabilities: Tensor = returned[2]
         return probabilities
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        host: Any = self.host(model)
+        if not hasattr(host, "block"):
+            return "it has no encoder with blocks"
+        found = []
+        for block in host.block:
+            (attention, feeding), own = block.layer, block.layer[0].SelfAttention
+            feed = feeding.DenseReluDense
+            gated = hasattr(feed, "wi_0")
+            up = (feed.wi_0, feed.wi_1) if gated else (feed.wi,)
+            found.append(
+                Block(
+                    block, (own.q, own.k, own.v), own.o, attention.layer_norm, None, up, feed.act, gated, feed.wo,
+                    feeding.layer_norm, None,
+                )
+            )  # fmt: skip
+        first, *others = host.block
+        own = first.layer[0].SelfAttention
+        return T5Blocks(first, found, *self.shape(own), float(own.scaling), others)
+
+
+class T5Blocks(Blocks):
+    """Blocks whose scores gain a bias by distance, the same in all layers: positions enter by nothing else."""
+
+    parameters = (
+        "hidden_states", "attention_mask", "position_bias", "encoder_hidden_states", "encoder_attention_mask",
+        "encoder_decoder_position_bias",
+    )  # fmt: skip
+    relative = True
+    sees_distances = True
+
+    def passed(self, hidden: Tensor) -> Any:
+        return hidden, None, None
+
+    def table(self, span: int) -> Tensor | None:
+        first: Any = self.module
+        own = first.layer[0].SelfAttention
+        buckets = own._relative_position_bucket(  # as `compute_bias` calls it
+            torch.arange(1 - span, span), bidirectional=True, num_buckets=own.relative_attention_num_buckets,
+            max_distance=own.relative_attention_max_distance,
+        )  # fmt: skip
+        table: Tensor = own.relative_attention_bias(buckets).T
+        return table.float().contiguous()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.models.bart import BartAdapter
+from attmemo.models.base import Adapter
 
 
 class WhisperAdapter(BartAdapter):
@@ -15,7 +16,9 @@ class WhisperAdapter(BartAdapter):
 
     family = "whisper"
     models = ("Whisper",)
+    limits = "the decoder stays exact; packed blocks are refused"
     audio = True
+    blocks = Adapter.blocks
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
         host: Any = self.host(model)

@@ -274,6 +274,9 @@ class Stack:
     ) -> tuple[Any, float]:
         return self.blocks.leave(served, call), 0.0
 
+    def passed(self, hidden: Tensor) -> Any:
+        return self.blocks.passed(hidden)
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -10,7 +10,21 @@ import pytest
 import torch
 import transformers
 from families import DECODER, FAMILIES, GEMMA, _make
-from packed_models import EXACT, LEFT, NEAR, batch, gap, has_types, host_of, last, longest, pair, uncached, valid
+from packed_models import (
+    EXACT,
+    LEFT,
+    NEAR,
+    batch,
+    gap,
+    has_types,
+    host_of,
+    last,
+    longest,
+    of_padding,
+    pair,
+    uncached,
+    valid,
+)
 from packed_tools import left_alone, ran_packed
 from torch import nn
 from transformers import DynamicCache
@@ -38,10 +52,11 @@ class TestExact:
             assert stats["tokens"] == stats["rows_computed"] == sum(lengths)
             assert ran_packed(model)
 
-    def test_outputs_of_padding_are_zero(self, models: tuple[str, Any, Any]) -> None:
+    def test_blocks_give_zeros_for_padding(self, models: tuple[str, Any, Any]) -> None:
         _, _, model = models
         inputs = batch([3, 9, 1], padded=12)
-        assert not last(model, inputs)[~valid(inputs)].any()
+        seen = last(model, inputs)[~valid(inputs)]
+        assert torch.equal(seen, of_padding(model).expand_as(seen))
         assert ran_packed(model)
 
     def test_a_batch_without_a_mask_is_one_without_padding(self, models: tuple[str, Any, Any]) -> None:
@@ -76,7 +91,7 @@ class TestExact:
                 continue
             seen, where = last(model, inputs), valid(inputs)
             assert gap(seen, last(bare, inputs), where) <= NEAR
-            assert not seen[~where].any()
+            assert torch.equal(seen[~where], of_padding(model).expand_as(seen[~where]))
             assert ran_packed(model)
 
     def test_tuples_are_returned_where_they_are_asked_for(self, models: tuple[str, Any, Any]) -> None:

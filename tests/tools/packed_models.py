@@ -74,13 +74,23 @@ GATED: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 """Families whose blocks run packed, and no record serves."""
 
-EXACT = MODELS | GATED
+def _encoder_of(name: str) -> Callable[[], nn.Module]:
+    return lambda: FAMILIES[name].make().get_encoder()  # type: ignore[operator]
+
+
+OF_PAIRS: dict[str, Callable[[], nn.Module]] = {
+    f"{name} encoder": _encoder_of(name)
+    for name in ("BART", "mBART", "Marian", "Pegasus", "M2M-100", "T5", "Flan-T5", "mT5")
+}
+"""Encoders of models with a decoder; no record serves them."""
+
+EXACT = MODELS | GATED | OF_PAIRS
 """Every family with blocks."""
 
-LEFT = ["ModernBERT", "NomicBERT", "GTE", "Jina v3", *GATED]
+LEFT = ["ModernBERT", "NomicBERT", "GTE", "Jina v3", *GATED, *(name for name in OF_PAIRS if "T5" in name)]
 """Those that run packed with padding on the left too."""
 
-REFUSED = ["ALBERT", "DeBERTa", "ViT", "BART encoder", "T5 encoder", "GPT-2"]
+REFUSED = ["ALBERT", "DeBERTa", "ViT", "GPT-2", "GPT-Neo", "OPT"]
 """Families without blocks."""
 
 LONGEST = {"RoBERTa": 63, "XLM-RoBERTa": 63, "CamemBERT": 63, "MPNet": 62, "DistilBERT": 300}
@@ -124,6 +134,16 @@ def last(model: nn.Module, inputs: Inputs, **more: Any) -> Tensor:
     with torch.inference_mode():
         found: Tensor = host_of(model)(**inputs, **more)[0]
     return found
+
+
+def of_padding(model: nn.Module) -> Tensor:
+    """What rows of padding are in the last hidden states, ``[H]``: zeros, or what a norm behind the blocks makes."""
+    host = host_of(model)
+    norms = (getattr(host, name, None) for name in ("layer_norm", "final_layer_norm", "layernorm"))
+    norm = next((norm for norm in norms if isinstance(norm, nn.LayerNorm)), None)
+    zeros = torch.zeros(host.config.hidden_size, dtype=next(model.parameters()).dtype)
+    with torch.inference_mode():
+        return zeros if norm is None else norm(zeros)
 
 
 def uncached(model: nn.Module) -> dict[str, Any]:
