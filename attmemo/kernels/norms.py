@@ -12,6 +12,7 @@ from attmemo.kernels.linear import sample
 
 _SAME = 1e-5  # relative: rounding of float32 in another order
 _BY_SQUARES = "RMSNorm", "T5LayerNorm"  # names of norms by the mean square contain one of these
+_CENTRED = ("DebertaLayerNorm",)  # the same of layer norms of a class of their own
 _EPS = ("variance_epsilon", "eps")  # names of what is added to the variance
 
 
@@ -52,9 +53,9 @@ def is_norm(module: object) -> bool:
         return False
     if type(module) is nn.LayerNorm:
         return True
-    named = any(name in type(module).__name__ for name in _BY_SQUARES)
-    by_squares = named and getattr(module, "bias", None) is None
-    return by_squares and isinstance(_eps_of(module), float)
+    names, biased = (_BY_SQUARES, False) if getattr(module, "bias", None) is None else (_CENTRED, True)
+    fits = not biased or getattr(module.bias, "shape", None) == weight.shape  # type: ignore[attr-defined]
+    return fits and any(name in type(module).__name__ for name in names) and isinstance(_eps_of(module), float)
 
 
 def _eps_of(module: object) -> object:
@@ -73,11 +74,14 @@ def norm_of(module: nn.Module) -> Norm | None:
     if isinstance(module, nn.LayerNorm):
         return Norm(weight.detach(), None if module.bias is None else module.bias.detach(), module.eps, True)
     eps: Any = _eps_of(module)
-    rows = sample(len(weight), torch.float32)
+    rows, bias = sample(len(weight), torch.float32), getattr(module, "bias", None)
     with torch.inference_mode():
-        seen = module(rows)
-        for own in (weight.detach().float(), 1 + weight.detach().float()):
-            found = Norm(own, None, eps, False)
+        seen, own = module(rows), weight.detach().float()
+        forms = (
+            [Norm(own, None, eps, False), Norm(1 + own, None, eps, False)] if bias is None
+            else [Norm(own, bias.detach().float(), eps, True)]
+        )  # fmt: skip
+        for found in forms:
             if _are_same(seen, found(rows), weight.dtype):
                 return found
     return None

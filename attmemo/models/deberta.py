@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from attmemo.models.deberta_v2 import DisentangledAdapter
+from attmemo.models.blocks import Blocks, bert_block
+from attmemo.models.deberta_v2 import DisentangledAdapter, DistanceBlocks
 from attmemo.models.projections import Slices, is_plain, why_not
 
 
@@ -41,3 +47,54 @@ class DebertaAdapter(DisentangledAdapter):
         )
         weight = slices.of(module, module.in_proj.weight)  # type: ignore[union-attr, arg-type]
         return linear(tokens, weight, module.v_bias)  # type: ignore[arg-type]
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        host: Any = self.host(model)
+        encoder: Any = getattr(host, "encoder", None)
+        if encoder is None or not hasattr(encoder, "get_rel_embedding"):
+            return "it has no encoder with blocks"
+        if getattr(host, "z_steps", 0) > 1:
+            return "its last block runs more than once (z_steps)"
+        found = []
+        for layer in encoder.layer:
+            own, out = layer.attention.self, layer.attention.output
+            if own.talking_head:
+                return "its heads are mixed (talking_head)"
+            found.append(bert_block(layer, (_untangled(own, *self.shape(own)),), out.dense, out.LayerNorm))
+        own = encoder.layer[0].attention.self
+        heads, width = self.shape(own)
+        blocks = DebertaBlocks(encoder, found, heads, width, (width * (1 + len(own.pos_att_type))) ** -0.5)
+        blocks.relative = getattr(host.embeddings, "position_embeddings", None) is None
+        return blocks
+
+
+def _untangled(own: Any, heads: int, width: int) -> nn.Linear:
+    """The projection with Q of all heads first, then K, then V, and with the biases of Q and V."""
+    weight = own.in_proj.weight.detach()
+    made = nn.Linear(weight.shape[1], len(weight), device="meta")
+    turned = weight.view(heads, 3, width, -1).transpose(0, 1).flatten(0, 2).contiguous()
+    bias = torch.cat([own.q_bias.detach(), torch.zeros_like(own.q_bias), own.v_bias.detach()])
+    made.weight, made.bias = (nn.Parameter(part, requires_grad=False) for part in (turned, bias))
+    return made
+
+
+class DebertaBlocks(DistanceBlocks):
+    """Blocks of DeBERTa v1: a row of the relative embeddings for each distance, with layers of their own."""
+
+    def relative_keys(self, own: Any) -> tuple[Tensor | None, Tensor | None]:
+        encoder: Any = self.module
+        if not own.relative_attention:
+            return None, None
+        embedded = encoder.get_rel_embedding()
+        key = own.pos_proj(embedded) if "c2p" in own.pos_att_type else None
+        return key, own.pos_q_proj(embedded) if "p2c" in own.pos_att_type else None
+
+    def buckets(self, own: Any, span: int) -> npt.NDArray[np.int32]:
+        most = own.max_relative_positions
+        found: npt.NDArray[np.int32] = np.clip(np.arange(1 - span, span) + most, 0, 2 * most - 1).astype(np.int32)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        turned = [part for block in self.blocks for part in block.qkv[0].parameters()]
+        return super().nbytes + sum(part.nbytes for part in turned)

@@ -89,13 +89,8 @@ class DebertaV2Adapter(DisentangledAdapter):
         return blocks
 
 
-class DisentangledBlocks(Blocks):
-    """Blocks of DeBERTa-v2: scores gain q·PK and k·PQ of the distance between query and key.
-
-    In some models a convolution over the embedded tokens is added to what the first block gives. It is a linear layer
-    on each token beside its neighbours, which kernels of attmemo compute where they have the instructions: torch's
-    convolution rounds by the shape of the whole batch, and computes padding.
-    """
+class DistanceBlocks(Blocks):
+    """Blocks of all versions of DeBERTa: scores gain q·PK and k·PQ of the distance between query and key."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -108,6 +103,35 @@ class DisentangledBlocks(Blocks):
         if not call.given.get("return_dict", True):
             return hidden, (hidden,)
         return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
+
+    def relative_keys(self, own: Any) -> tuple[Tensor | None, Tensor | None]:
+        """PK and PQ of an attention module, ``[R, H]``; None: its scores have no such term."""
+        raise NotImplementedError
+
+    def buckets(self, own: Any, span: int) -> npt.NDArray[np.int32]:
+        """Row of both for each distance of query less key, from ``1 - span`` to ``span - 1``."""
+        raise NotImplementedError
+
+    def disentangled(self, layer: int, span: int) -> Disentangled | None:
+        encoder: Any = self.module
+        own = encoder.layer[layer].attention.self
+        if layer not in self._kept:  # one pair for sequences of any length
+            self._kept[layer] = self.relative_keys(own)
+        key, query = self._kept[layer]
+        return None if key is None and query is None else Disentangled(key, query, self.buckets(own, span))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for pair in self._kept.values() for part in pair if part is not None)
+
+
+class DisentangledBlocks(DistanceBlocks):
+    """Blocks of DeBERTa-v2.
+
+    In some models a convolution over the embedded tokens is added to what the first block gives. It is a linear layer
+    on each token beside its neighbours, which kernels of attmemo compute where they have the instructions: torch's
+    convolution rounds by the shape of the whole batch, and computes padding.
+    """
 
     def added(self, hidden: Tensor, places: Tensor | None) -> Tensor | None:
         module: Any = self.module
@@ -144,44 +168,27 @@ class DisentangledBlocks(Blocks):
         found: Tensor = ACT2FN[module.conv.conv_act](rows)
         return found
 
-    def disentangled(self, layer: int, span: int) -> Disentangled | None:
-        own = self._own(layer)
-        key, query = self._projected(layer)
-        return None if key is None and query is None else Disentangled(key, query, _buckets(own, span))
-
-    def _own(self, layer: int) -> Any:
+    def relative_keys(self, own: Any) -> tuple[Tensor | None, Tensor | None]:
         encoder: Any = self.module
-        return encoder.layer[layer].attention.self
+        terms = own.pos_att_type if own.relative_attention else ()
+        key = query = None
+        if "c2p" in terms or "p2c" in terms:
+            embedded = encoder.get_rel_embedding()[: 2 * own.pos_ebd_size]
+        if "c2p" in terms:
+            key = (own.key_proj if own.share_att_key else own.pos_key_proj)(embedded)
+        if "p2c" in terms:
+            query = (own.query_proj if own.share_att_key else own.pos_query_proj)(embedded)
+        return key, query
 
-    def _projected(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """Projected relative embeddings of a layer: one pair for sequences of any length."""
-        found = self._kept.get(layer)
-        if found is None:
-            encoder: Any = self.module
-            own = self._own(layer)
-            terms = own.pos_att_type if own.relative_attention else ()
-            key = query = None
-            if "c2p" in terms or "p2c" in terms:
-                embedded = encoder.get_rel_embedding()[: 2 * own.pos_ebd_size]
-            if "c2p" in terms:
-                key = (own.key_proj if own.share_att_key else own.pos_key_proj)(embedded)
-            if "p2c" in terms:
-                query = (own.query_proj if own.share_att_key else own.pos_query_proj)(embedded)
-            found = self._kept[layer] = key, query
-        return found
+    def buckets(self, own: Any, span: int) -> npt.NDArray[np.int32]:
+        from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position  # seconds to import
+
+        distances = torch.arange(1 - span, span)
+        if own.position_buckets > 0 and own.max_relative_positions > 0:
+            distances = make_log_bucket_position(distances, own.position_buckets, own.max_relative_positions)
+        rows = torch.clamp(distances + own.pos_ebd_size, 0, 2 * own.pos_ebd_size - 1)
+        return rows.to(torch.int32).numpy()
 
     @property
     def nbytes(self) -> int:
-        kept = sum(part.nbytes for pair in self._kept.values() for part in pair if part is not None)
-        return kept + (0 if self._convolution is None else self._convolution.nbytes)
-
-
-def _buckets(own: Any, span: int) -> npt.NDArray[np.int32]:
-    """Row of the relative embeddings for each distance of query less key, from ``1 - span`` to ``span - 1``."""
-    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position  # seconds to import
-
-    distances = torch.arange(1 - span, span)
-    if own.position_buckets > 0 and own.max_relative_positions > 0:
-        distances = make_log_bucket_position(distances, own.position_buckets, own.max_relative_positions)
-    rows = torch.clamp(distances + own.pos_ebd_size, 0, 2 * own.pos_ebd_size - 1)
-    return rows.to(torch.int32).numpy()
+        return super().nbytes + (0 if self._convolution is None else self._convolution.nbytes)

@@ -87,6 +87,8 @@ def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> type[Any
     given_out: list[type[Any]] = []
 
     def compare(number: int, args: Any, kwargs: Any, returned: Any) -> None:
+        if number < 0:
+            raise AdapterCheckError("one of its blocks is called more often than expected.", UNKNOWN)
         hidden = args[0] if args else kwargs["hidden_states"]
         expected = returned if isinstance(returned, Tensor) else returned[0]
         found = packed.block(number, _rows(hidden, places), layout, known, angles)
@@ -100,12 +102,15 @@ def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> type[Any
             )
 
     with checking(model, "a small batch cannot be checked with this model") as stack, torch.inference_mode():
+        turns: dict[nn.Module, list[int]] = {}  # a module may be several blocks
         for number, block in enumerate(packed.blocks.blocks):
+            turns.setdefault(block.module, []).append(number)
+        for module, numbers in turns.items():
 
-            def hook(_module: nn.Module, args: Any, kwargs: Any, returned: Any, number: int = number) -> None:
-                compare(number, args, kwargs, returned)
+            def hook(_: nn.Module, args: Any, kwargs: Any, returned: Any, numbers: list[int] = numbers) -> None:
+                compare(numbers.pop(0) if numbers else -1, args, kwargs, returned)
 
-            stack.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         watch = packed.blocks.module.register_forward_hook(lambda _, __, returned: given_out.append(type(returned)))
         stack.callback(watch.remove)
         adapter.host(model)(**inputs)

@@ -62,7 +62,8 @@ class Packed:
 
     def __init__(self, blocks: Blocks, dtype: torch.dtype, linear: LinearName = "exact") -> None:
         self.blocks, self.dtype, self.linear = blocks, dtype, linear
-        self._layers = [_Layer(block, linear, blocks.rotary) for block in blocks.blocks]
+        shared = {block: _Layer(block, linear, blocks.rotary) for block in dict.fromkeys(blocks.blocks)}
+        self._layers = [shared[block] for block in blocks.blocks]  # one block may run several times
         self._on_grid = dtype == torch.bfloat16 and any(isinstance(linear, Linear) for _, linear, _ in self.linears)
         self._spans: dict[int, Positions] = {}
         panels = [ready for _, ready, _ in self.linears if isinstance(ready, Panels)]
@@ -77,12 +78,13 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights that were made ready, beside the model's own."""
-        return self.blocks.nbytes + sum(linear.nbytes for layer in self._layers for linear, _ in layer.linears)
+        return self.blocks.nbytes + sum(linear.nbytes for _, linear, _ in self.linears)
 
     @property
     def linears(self) -> list[tuple[int, Ready, tuple[nn.Module, ...]]]:
-        """Each layer that was made ready: number of its block, the layer, and the model's own layers in it."""
-        return [(number, *pair) for number, layer in enumerate(self._layers) for pair in layer.linears]
+        """Each layer that was made ready: number of its first block, the layer, and the model's own layers in it."""
+        first = {layer: number for number, layer in reversed(list(enumerate(self._layers)))}
+        return [(number, *pair) for layer, number in reversed(first.items()) for pair in layer.linears]
 
     @property
     def turns(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.handle.stack import blocks_of
 from attmemo.kernels.align import Rule
 from attmemo.models import Rows, Spans, adapter_for
+from attmemo.models.deberta import DebertaBlocks
 from attmemo.rows import serve as rows_module
 
 HALF_STEP = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-9, "int8": 1 / 254}
@@ -124,28 +126,38 @@ def with_rows_of(bare: Any, record: Tensor, own: Tensor, source: Tensor) -> Tens
 
     `source` has the row of the record for each token, or -1. K is taken before it is rotated.
     """
-    blocks, kept = blocks_of(bare, adapter_for(bare)[0], "rows").blocks, source >= 0
-    planes = [(module, plane) for block in blocks for plane, module in enumerate(block.qkv)]
-    seen: dict[int, Tensor] = {}
+    found, kept = blocks_of(bare, adapter_for(bare)[0], "rows"), source >= 0
+    columns: dict[Any, Tensor] = {}  # those of K and V, by layer
+    times: Counter[Any] = Counter()  # one block may run several times
+    for block in found.blocks:
+        if len(block.qkv) == 3:
+            columns |= {module: torch.arange(module.out_features) for module in block.qkv[1:]}  # type: ignore[arg-type]
+            times.update(block.qkv[1:])
+            continue
+        (module,), size = block.qkv, found.heads * found.width
+        every = torch.arange(3 * size)
+        if isinstance(found, DebertaBlocks):  # heads lie one behind the other
+            module = block.module.attention.self.in_proj  # type: ignore[union-attr, assignment]
+            every = every.view(found.heads, 3, found.width).transpose(0, 1).flatten()
+        columns[module] = every[size:]
+        times[module] += 1
+    seen: dict[Any, list[Tensor]] = {module: [] for module in columns}
 
     def keep(module: Any, args: Any, output: Tensor) -> None:
-        seen.setdefault(id(module), output)  # DeBERTa calls it again, for distances
+        if len(seen[module]) < times[module]:  # DeBERTa calls it again, for distances
+            seen[module].append(output)
 
     def replace(module: Any, args: Any, output: Tensor) -> None:
-        rows = seen.pop(id(module), None)
-        if rows is not None:
-            first = output.shape[-1] // 3 if output.shape[-1] > args[0].shape[-1] else 0  # Q stays
-            output[0, kept, first:] = rows[0, source[kept], first:]
+        if seen[module]:
+            rows, both = seen[module].pop(0), columns[module]
+            output[0, torch.nonzero(kept), both] = rows[0, source[kept][:, None], both]
 
     for hook in (keep, replace):
-        handles = [
-            module.register_forward_hook(hook) for module, plane in planes
-            if plane > 0 or module.out_features > module.in_features
-        ]  # fmt: skip
-        found = last(bare, {"input_ids": record if hook is keep else own})
+        handles = [module.register_forward_hook(hook) for module in columns]
+        states = last(bare, {"input_ids": record if hook is keep else own})
         for handle in handles:
             handle.remove()
-    return found[0]
+    return states[0]
 
 
 def edited(record: Tensor, seed: int) -> Tensor:

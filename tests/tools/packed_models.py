@@ -36,13 +36,24 @@ def _deberta(*terms: str, **settings: Any) -> Callable[[], nn.Module]:
     )  # fmt: skip
 
 
+def _deberta_v1(*terms: str, **settings: Any) -> Callable[[], nn.Module]:
+    return _make(
+        "DebertaModel", "DebertaConfig",
+        **{**SIZES, "relative_attention": True, "pos_att_type": list(terms), "type_vocab_size": 0,
+           "position_biased_input": False} | settings,
+    )  # fmt: skip
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     name: FAMILIES[name].make
     for name in (
         "BERT", "BERT classifier", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "MPNet",
-        "DeBERTa-v2", "DeBERTa-v3", "ModernBERT", "NomicBERT", "GTE", "Jina v3",
+        "DeBERTa-v2", "DeBERTa-v3", "ModernBERT", "NomicBERT", "GTE", "Jina v3", "ALBERT", "ALBERT, groups",
     )
 } | {
+    "DeBERTa v1": FAMILIES["DeBERTa"].make,
+    "DeBERTa v1, c2p": _deberta_v1("c2p", max_relative_positions=8),
+    "DeBERTa v1, p2c": _deberta_v1("p2c", max_relative_positions=20, type_vocab_size=2, position_biased_input=True),
     "DeBERTa, c2p": _deberta("c2p"),
     "DeBERTa, p2c": _deberta("p2c"),
     "DeBERTa, no terms": _deberta(),
@@ -50,7 +61,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "DeBERTa, keys of its own": _deberta("c2p", "p2c", share_att_key=False),
     "DeBERTa, no buckets": _deberta("c2p", "p2c", position_buckets=-1, type_vocab_size=2),
 }  # fmt: skip
-"""Every family with rows, and the forms of DeBERTa-v2."""
+"""Every family with rows, and the forms of DeBERTa."""
 
 
 def _rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -90,7 +101,7 @@ EXACT = MODELS | GATED | OF_PAIRS
 LEFT = ["ModernBERT", "NomicBERT", "GTE", "Jina v3", *GATED, *(name for name in OF_PAIRS if "T5" in name)]
 """Those that run packed with padding on the left too."""
 
-REFUSED = ["ALBERT", "DeBERTa", "ViT", "GPT-2", "GPT-Neo", "OPT"]
+REFUSED = ["ViT", "GPT-2", "GPT-Neo", "OPT"]
 """Families without blocks."""
 
 LONGEST = {"RoBERTa": 63, "XLM-RoBERTa": 63, "CamemBERT": 63, "MPNet": 62, "DistilBERT": 300}
@@ -227,7 +238,8 @@ HEADS = {
     "XLMRobertaForSequenceClassification": "XLM-RoBERTa", "CamembertForSequenceClassification": "CamemBERT",
     "ElectraForSequenceClassification": "ELECTRA", "DistilBertForSequenceClassification": "DistilBERT",
     "MPNetForSequenceClassification": "MPNet", "DebertaV2ForSequenceClassification": "DeBERTa-v3",
-    "ModernBertForSequenceClassification": "ModernBERT",
+    "ModernBertForSequenceClassification": "ModernBERT", "AlbertForSequenceClassification": "ALBERT",
+    "DebertaForSequenceClassification": "DeBERTa",
 }  # fmt: skip
 
 
