@@ -31,7 +31,7 @@ enum {
 };
 
 enum arithmetic { FLOATS, CODES, BFLOATS, ARITHMETICS };
-enum activation { NONE, RELU, SILU, GELU, GELU_TANH, ACTIVATIONS };
+enum activation { NONE, RELU, SILU, GELU, GELU_TANH, QUICK_GELU, ACTIVATIONS };
 
 /* A norm of rows: a layer norm, or one by the mean square alone. */
 typedef struct {

@@ -109,6 +109,9 @@ INLINE void finish_gate(const Product *product, const Rows *rows, size_t first, 
     case GELU:
         finish_gate_as(product, rows, first, row, sums, others, column, columns, GELU);
         break;
+    case QUICK_GELU:
+        finish_gate_as(product, rows, first, row, sums, others, column, columns, QUICK_GELU);
+        break;
     default:
         finish_gate_as(product, rows, first, row, sums, others, column, columns, GELU_TANH);
     }

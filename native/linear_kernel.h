@@ -41,6 +41,8 @@ INLINE vector activated(vector x, enum activation activation)
         return gelu(x);
     case GELU_TANH: /* (1 + tanh z) / 2 = 1 / (1 + e^-2z) */
         return gate(x, x * (x * x * 0.0713548162726f + 1.59576912161f));
+    case QUICK_GELU:
+        return gate(x, x * 1.702f);
     default:
         return x;
     }
@@ -58,6 +60,7 @@ INLINE void activate(float *numbers, int width, enum activation activation)
         ALL(SILU)
         ALL(GELU)
         ALL(GELU_TANH)
+        ALL(QUICK_GELU)
     default:
         break;
     }

@@ -46,8 +46,12 @@ _FUSED: Final = {
     "silu": ("swish", ""),
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
+    "quick_gelu": ("none", ""),
 }
 """What the private operator calls each activation: name and algorithm."""
+
+_NOT_FUSED: Final = ("quick_gelu",)
+"""Activations that it does not know: they are a pass of their own."""
 
 AFTER: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "none": lambda y: y,
@@ -55,6 +59,7 @@ AFTER: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": lambda y: F.silu(y, inplace=True),
     "gelu": lambda y: torch.ops.aten.gelu_(y, approximate="none"),
     "gelu_tanh": lambda y: torch.ops.aten.gelu_(y, approximate="tanh"),
+    "quick_gelu": lambda y: y.mul_(torch.sigmoid(1.702 * y)),
 }
 ACTIVATIONS: Final = tuple(_FUSED)
 
@@ -153,6 +158,7 @@ class Linear:
             y = operator.binary(x, _lengthened(add, run), self._weight, self._bias, "add")
             return y if run == rows else y[:rows]
         y = operator(x, self._weight, self._bias, self._fused, [], self._algorithm)
+        y = AFTER[self.activation](y) if self.activation in _NOT_FUSED else y
         y = y if run == rows else y[:rows]
         return y if add is None else y.add_(add)
 
@@ -214,6 +220,7 @@ def _packed(weight: Tensor, bias: Tensor | None, activation: str) -> Tensor | No
         x = sample(weight.shape[1], weight.dtype)
         name, algorithm = _FUSED[activation]
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, order, bias, name, [], algorithm)
+        y = AFTER[activation](y) if activation in _NOT_FUSED else y
     except (AttributeError, RuntimeError, TypeError):
         return None
     return order if agrees(y, x, weight, bias, activation, None) else None

@@ -41,7 +41,7 @@ TYPES = (torch.float32, torch.bfloat16)
 """Number types of models whose blocks can be packed."""
 
 _ACTIVATIONS = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
-                "SiLUActivation": "silu", "SiLU": "silu"}  # fmt: skip
+                "SiLUActivation": "silu", "SiLU": "silu", "QuickGELUActivation": "quick_gelu"}  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 Fetch = Callable[[int], Stored | None]

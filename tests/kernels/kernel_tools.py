@@ -89,6 +89,7 @@ APPLIED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    "quick_gelu": lambda y: y * torch.sigmoid(1.702 * y),
 }
 
 

@@ -189,7 +189,7 @@ def test_norms_gates_and_turned_heads_in_one_call_are_the_steps_one_by_one(
 
 
 @kinds
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "quick_gelu"])
 @pytest.mark.parametrize("outputs", [INNER, 64, 33])
 @pytest.mark.parametrize("inputs", [HIDDEN, 200])
 def test_a_gate_is_the_product_of_two_layers(
