@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.models.base import CHECK_LENGTHS, Adapter, takes
+from attmemo.models.blocks import Block, Blocks
 
 
 class ViTAdapter(Adapter):
@@ -15,6 +16,8 @@ class ViTAdapter(Adapter):
 
     family = "vit"
     models = ("ViT", "DeiT")
+    limits = "rows are refused"
+    has_rows = False
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         plain = not getattr(module, "is_causal", True) and not takes(module, "position_embeddings")
@@ -29,3 +32,19 @@ class ViTAdapter(Adapter):
         dtype = next(model.parameters()).dtype
         count = int(host.embeddings.position_embeddings.shape[1])  # patches, the class token, and DeiT's second
         return {"pixel_values": pixels.to(dtype)}, [count] * len(CHECK_LENGTHS)
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        host: Any = self.host(model)
+        if not hasattr(host, "layers"):
+            return "it has no encoder with blocks"
+        found = []
+        for layer in host.layers:
+            own, feed = layer.attention, layer.mlp
+            found.append(
+                Block(
+                    layer, (own.q_proj, own.k_proj, own.v_proj), own.o_proj, layer.layernorm_before, None, (feed.fc1,),
+                    feed.activation_fn, False, feed.fc2, layer.layernorm_after, None,
+                )
+            )  # fmt: skip
+        first, *others = host.layers
+        return Blocks(first, found, *self.shape(first.attention), float(first.attention.scaling), others)

@@ -20,6 +20,7 @@ _LOG = logging.getLogger("attmemo")
 
 _FOR_FIRST_ROWS = frozenset({
     "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels", "return_dict",
+    "pixel_values",
 })  # fmt: skip
 """Arguments with which a head reads the rows that it reads without them."""
 

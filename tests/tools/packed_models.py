@@ -101,7 +101,7 @@ EXACT = MODELS | GATED | OF_PAIRS
 LEFT = ["ModernBERT", "NomicBERT", "GTE", "Jina v3", *GATED, *(name for name in OF_PAIRS if "T5" in name)]
 """Those that run packed with padding on the left too."""
 
-REFUSED = ["ViT", "GPT-2", "GPT-Neo", "OPT"]
+REFUSED = ["GPT-2", "GPT-Neo", "OPT"]
 """Families without blocks."""
 
 LONGEST = {"RoBERTa": 63, "XLM-RoBERTa": 63, "CamemBERT": 63, "MPNet": 62, "DistilBERT": 300}
