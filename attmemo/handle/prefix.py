@@ -40,6 +40,9 @@ def prepare_prefix(
             "begins alike is equal.",
             "budget=0.01 reuses rows of similar inputs, and changes at most 1 % of the answers",
         )
+    if not blocks.has_prefixes:
+        what = f"reuse='prefix' cannot serve {type(encoder).__name__}: prefixes of its family are not proven."
+        raise UnsupportedModelError(what, "reuse='none': its blocks run without padding, exactly")
     hidden: Any = config.hidden_size  # type: ignore[union-attr]
     store = PrefixStore(
         len(blocks.blocks), blocks.key_heads * blocks.width, int(hidden), packed.dtype, bound_of(max_bytes)

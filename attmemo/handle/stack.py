@@ -319,7 +319,7 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName, oute
     handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
     handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
     check_stack(handle, adapter, encoder, packed)
-    if packed.blocks.causal and packed.keeps_bits:
+    if packed.blocks.has_prefixes and packed.keeps_bits:
         check_prefixes(handle, adapter, encoder, packed)
     handle.first_row = reads_first_row(handle, adapter, encoder)
     if handle.parts is not None and handle.parts.pooler is not None:

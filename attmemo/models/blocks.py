@@ -176,6 +176,11 @@ class Blocks:
         return None if spans is not None and spans.left and not self.sees_distances else spans
 
     @property
+    def has_prefixes(self) -> bool:
+        """Whether rows that sequences begin with alike may be computed once: proven for causal, rotary blocks."""
+        return self.causal and self.rotary
+
+    @property
     def sees_distances(self) -> bool:
         """Whether blocks and embeddings are the same wherever a sequence begins."""
         return self.rotary

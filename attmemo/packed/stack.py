@@ -101,7 +101,7 @@ class Stack:
     def __init__(self, blocks: Blocks, packed: Packed) -> None:
         self.blocks, self.packed = blocks, packed
         self.keep: Keep | None = None
-        self.shares = blocks.causal and packed.keeps_bits
+        self.shares = blocks.has_prefixes and packed.keeps_bits
         self.watch([])
 
     def read(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
