@@ -75,7 +75,7 @@ def bench_families(
     cases = [
         (adapter.family, dtype, length, batch)
         for adapter in ADAPTERS
-        if families is None or adapter.family in families
+        if adapter.has_maps and (families is None or adapter.family in families)
         for dtype in dtypes
         for length in (*lengths, *(long_lengths if adapter.causal else ()))
         for batch in batches
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=MOST_TOKENS, help="leave larger batches out")
     parser.add_argument("--output", type=Path, default=Path("docs/bench-families"), help="without an ending")
     options = parser.parse_args()
-    known = [adapter.family for adapter in ADAPTERS]
+    known = [adapter.family for adapter in ADAPTERS if adapter.has_maps]
     if unknown := set(options.families) - set(known):
         parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     record = options.output.with_suffix(".json")

@@ -35,7 +35,7 @@ def families(
             found: dict[str, Any] = {"families": [
                 {
                     "family": it.family, "models": list(it.models), "attends_to": sees[it.causal],
-                    "reuse": _modes(type(it).blocks is not Adapter.blocks, it.has_rows and not it.causal),
+                    "reuse": _modes(type(it).blocks is not Adapter.blocks, it.has_rows and not it.causal, it.has_maps),
                     "limits": it.limits,
                 }
                 for it in ADAPTERS
@@ -103,12 +103,12 @@ def _look_at(name: str) -> dict[str, Any]:
     blocks = find_blocks(adapter, bare)
     no_rows = blocks if isinstance(blocks, str) else blocks.no_rows
     return about | {
-        "reuse": _modes(not isinstance(blocks, str), no_rows is None), "no_rows": no_rows,
+        "reuse": _modes(not isinstance(blocks, str), no_rows is None, adapter.has_maps), "no_rows": no_rows,
         "supported": True, "known_by": f"structure; {_PROVEN}", "family": adapter.family,
         "mask_kind": adapter.mask_kind, "layers": len(sites), "heads": adapter.shape(sites[0].module)[0],
     }  # fmt: skip
 
 
-def _modes(blocks: bool, rows: bool) -> list[str]:
-    """What a family can do, with packed blocks and without, and with rows that may serve them."""
-    return [mode for mode in _MODES if mode == "maps" or (blocks and (rows or mode != "rows"))]
+def _modes(blocks: bool, rows: bool, maps: bool) -> list[str]:
+    """What a family can do, with packed blocks and without, with rows that may serve them, and with maps."""
+    return [mode for mode, has in zip(_MODES, (blocks, blocks and rows, maps), strict=True) if has]

@@ -13,6 +13,7 @@ from attmemo.models.bart import BartAdapter
 from attmemo.models.base import Adapter, Call, Rows, Site
 from attmemo.models.bert import BertAdapter
 from attmemo.models.check import check_adapter
+from attmemo.models.clip_text import ClipTextAdapter
 from attmemo.models.deberta import DebertaAdapter
 from attmemo.models.deberta_v2 import DebertaV2Adapter
 from attmemo.models.distilbert import DistilBertAdapter
@@ -30,8 +31,8 @@ from attmemo.models.whisper import WhisperAdapter
 
 ADAPTERS: tuple[Adapter, ...] = (
     BertAdapter(), AlbertAdapter(), DistilBertAdapter(), MPNetAdapter(), DebertaAdapter(), DebertaV2Adapter(),
-    ModernBertAdapter(), RotaryEncoderAdapter(), ViTAdapter(), BartAdapter(), T5Adapter(), WhisperAdapter(),
-    GPT2Adapter(), GPTNeoAdapter(), OPTAdapter(), LlamaAdapter(),
+    ModernBertAdapter(), RotaryEncoderAdapter(), ViTAdapter(), ClipTextAdapter(), BartAdapter(), T5Adapter(),
+    WhisperAdapter(), GPT2Adapter(), GPTNeoAdapter(), OPTAdapter(), LlamaAdapter(),
 )  # fmt: skip
 
 _REPLACED = "projections are not plain linear layers"

@@ -115,6 +115,7 @@ class Adapter:
     marks: ClassVar[tuple[str, ...]] = ()  # extra attributes that identify modules of this family
     causal: ClassVar[bool] = False  # a token sees itself and those before; maps are stored as lower triangles
     has_rows: ClassVar[bool] = True  # rows of records may serve its packed blocks, if their form allows it
+    has_maps: ClassVar[bool] = True  # maps of records may serve its attention
     rotary: ClassVar[bool] = False  # the attention itself uses positions: only consecutive ones can be served
     parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")  # of `forward`, given by position
     mask_name: ClassVar[str] = "attention_mask"  # the argument with the mask

@@ -175,6 +175,10 @@ class Blocks:
             spans = read_mask(mask, batch, length, self.causal, self.mask_window)
         return None if spans is not None and spans.left and not self.sees_distances else spans
 
+    def reads_padding(self, given: Mapping[str, Any], spans: Spans, padded: int) -> bool:
+        """Whether the model reads what its blocks give for padding, in a forward with these arguments."""
+        return False
+
     @property
     def has_prefixes(self) -> bool:
         """Whether rows that sequences begin with alike may be computed once: proven for causal, rotary blocks."""

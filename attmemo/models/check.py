@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attmemo.errors import AdapterCheckError, AttmemoError
+from attmemo.errors import AdapterCheckError, AttmemoError, UnsupportedModelError
 from attmemo.models.base import Adapter, Site, by_module
 from attmemo.models.projections import share_heads
 
@@ -42,6 +42,9 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
     a hit would put into a key-value cache. Returns the greatest absolute difference, relative to the largest output
     value. Raises `AdapterCheckError`, which names the first layer that is not reproduced; nothing has been changed.
     """
+    if not adapter.has_maps:
+        what = f"maps of this family ({adapter.family}) are not proven."
+        raise UnsupportedModelError(what, "reuse='none': its blocks run without padding, exactly")
     host = adapter.host(model)
     with checking(model, "a small input cannot be checked with this model") as stack:
         inputs, lengths = adapter.sample(model)

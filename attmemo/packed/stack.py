@@ -31,6 +31,7 @@ from attmemo.packed.prefixes import Embedded, Folded, Prefixes
 from attmemo.packed.runner import Fetch, Packed
 
 ON_THE_RIGHT = "the mask is not plain padding on the right"
+READS_PADDING = "the model's pooler reads a place of padding"
 
 
 Keep = Callable[[list[int], Tensor, Tensor], None]
@@ -144,7 +145,7 @@ class Stack:
             return ON_THE_RIGHT
         if self.blocks.rotary and not consecutive(given.get("position_ids"), spans, padded):
             return "positions are not consecutive"
-        return spans
+        return READS_PADDING if self.blocks.reads_padding(given, spans, padded) else spans
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, forward: Forward) -> Tensor:
         """Last hidden states ``[B, L, H]``."""

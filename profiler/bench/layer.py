@@ -120,7 +120,7 @@ def bench_layer(
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
     limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    limits.check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS))
+    limits.check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS if adapter.has_maps))
     limits.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
     if hidden % heads:
         raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")

@@ -15,7 +15,8 @@ from attmemo.profiler.bench.limits import SEED
 VOCABULARY: Final = 1000
 _MELS: Final = 80
 _PATCH: Final = 16
-_TYPES: Final = {"rotary-encoder": "nomic_bert", "gpt-neo": "gpt_neo"}  # where the family is not the model type
+# Where the family is not the model type.
+_TYPES: Final = {"rotary-encoder": "nomic_bert", "gpt-neo": "gpt_neo", "clip-text": "clip_text_model"}
 
 
 def _disentangled(version: int) -> dict[str, Any]:

@@ -75,7 +75,7 @@ WITHOUT = ["amx", "amx avx512bf16", "avx512", "avx512 avxvnni", "avx512 avx2"]
 ALIKE = {
     "BERT classifier", "XLM-RoBERTa", "CamemBERT", "DeBERTa, no terms", "DeBERTa, terms without distances",
     "Qwen2 classifier", "Marian encoder", "Pegasus encoder", "M2M-100 encoder", "mT5 encoder",
-    "ALBERT, groups", "DeBERTa v1, c2p",
+    "ALBERT, groups", "DeBERTa v1, c2p", "CLIP text, end by id",
 }  # fmt: skip
 """Their blocks are those of another one of `EVERY`: the best instruction sets are enough for them."""
 

@@ -340,7 +340,8 @@ class TestAllFamilies:
             found, sites = adapter_for(model)
             assert found.family == adapter.family
             assert len(sites) == 2
-            assert check_adapter(found, model, sites) <= 1e-5
+            if found.has_maps:
+                assert check_adapter(found, model, sites) <= 1e-5
             inputs = random_inputs(adapter.family, torch.Generator().manual_seed(0), 2, 12, "float32")
             with torch.inference_mode():
                 assert found.host(model)(**inputs).last_hidden_state.shape[:2] == (2, 12), adapter.family

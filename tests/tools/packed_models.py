@@ -95,7 +95,14 @@ OF_PAIRS: dict[str, Callable[[], nn.Module]] = {
 }
 """Encoders of models with a decoder; no record serves them."""
 
-EXACT = MODELS | GATED | OF_PAIRS
+CLIP: dict[str, Callable[[], nn.Module]] = {
+    "CLIP text": _make("CLIPTextModel", "CLIPTextConfig", **SIZES, initializer_factor=3.0),
+    "CLIP text, end by id": _make("CLIPTextModelWithProjection", "CLIPTextConfig", **SIZES | {"eos_token_id": 9},
+                                  initializer_factor=3.0, hidden_act="gelu", projection_dim=20),
+}  # fmt: skip
+"""Text towers that are causal; no record serves them. `eos_token_id` 2 is that of old configurations."""
+
+EXACT = MODELS | GATED | OF_PAIRS | CLIP
 """Every family with blocks."""
 
 LEFT = ["ModernBERT", "NomicBERT", "GTE", "Jina v3", *GATED, *(name for name in OF_PAIRS if "T5" in name)]
