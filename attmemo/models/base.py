@@ -349,6 +349,14 @@ class Adapter:
         return {"input_ids": ids, "attention_mask": mask.long()}, list(CHECK_LENGTHS)
 
 
+def end_texts(inputs: dict[str, Tensor], lengths: Sequence[int], end: Any) -> None:
+    """Let each text of a sample end with this token, and have it nowhere else: some heads look for it."""
+    if isinstance(end, int):
+        ids = inputs["input_ids"]
+        ids[ids == end] = int(end == 0)
+        ids[torch.arange(len(ids)), torch.tensor(lengths) - 1] = end
+
+
 def layers_named(model: nn.Module, attributes: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Modules that have all these attributes, of any type, in the order of the model."""
     return [(name, module) for name, module in model.named_modules() if all(hasattr(module, a) for a in attributes)]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attmemo.models.base import Adapter, Call, Site
+from attmemo.models.base import Adapter, Call, Site, end_texts
 from attmemo.models.blocks import Block, Blocks
 from attmemo.models.masks import Spans
 
@@ -56,13 +56,11 @@ class ClipTextAdapter(Adapter):
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
         host: Any = self.host(model)
         inputs, lengths = super().sample(model)
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
         if not hasattr(host, "eos_token_id"):
-            return {"input_ids": ids, "attention_mask": torch.ones_like(mask)}, [ids.shape[1]] * len(ids)
-        end = int(host.eos_token_id)
-        end = int(host.config.vocab_size) - 1 if end == _LEGACY else end
-        ids[(ids == end) | (mask == 0)] = int(end == 0)
-        ids[torch.arange(len(ids)), torch.tensor(lengths) - 1] = end
+            mask = torch.ones_like(inputs["attention_mask"])
+            return inputs | {"attention_mask": mask}, [mask.shape[1]] * len(mask)
+        end = host.eos_token_id
+        end_texts(inputs, lengths, int(host.config.vocab_size) - 1 if end == _LEGACY else end)
         return inputs, lengths
 
 

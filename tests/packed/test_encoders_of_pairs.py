@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -84,6 +85,21 @@ def test_layers_of_several_types_are_refused_by_name() -> None:
         block.layer[1].DenseReluDense.wo.float()
     with pytest.raises(UnsupportedModelError, match=r"of several types \(bfloat16, float32\)"):
         memoize(model, reuse="none")
+
+
+@pytest.mark.parametrize(("kind", "family"), [("BartForSequenceClassification", "BART"),
+                                              ("T5ForSequenceClassification", "T5")])  # fmt: skip
+def test_with_a_budget_answers_can_be_compared(
+    kind: str, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their heads look for the end of a text, so the small batch must have one."""
+    config = FAMILIES[family].make().config
+    config.update({"num_labels": 3})
+    with caplog.at_level(logging.INFO, "attmemo"):
+        model: Any = memoize(getattr(transformers, kind)(config).eval(), budget=0.01)
+    assert model.attmemo.reuse == "none"
+    assert "rows of this family" in caplog.text
+    assert "nothing can be compared" not in caplog.text
 
 
 def test_without_a_mask_all_tokens_are_valid() -> None:
