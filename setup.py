@@ -84,6 +84,8 @@ ROWS = ["generic", "avx2", "avx512"]
 ROWS_PARTS = ["rows", "rows_kernel", "arrays", "attention", "types_avx2", "types_avx512", "vectors"]
 SINGLE_PARTS = ["arrays", "fine", "gaps", "kinds", "numbers", "pairing", "team"]
 CHAIN_PARTS = ["attention", "attention_face", "linear", "linear_face"]
+DECODE = ["generic", "avx2", "avx512"]
+DECODE_PARTS = ["decode", "decode_kernel", *CHAIN_PARTS, "types_avx2", "types_avx512", "vectors"]
 
 
 class Build(build_ext):
@@ -160,6 +162,14 @@ setup(
             "attmemo.kernels._rows",
             sources=["native/rows.c", *(f"native/rows_{name}.c" for name in ROWS)],
             depends=[f"native/{name}.h" for name in ROWS_PARTS] + SHARED,
+            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+            extra_link_args=CHECKS,
+            libraries=["dl", "m"],
+        ),
+        Extension(
+            "attmemo.kernels._decode",
+            sources=["native/decode.c", *(f"native/decode_{name}.c" for name in DECODE)],
+            depends=[f"native/{name}.h" for name in DECODE_PARTS] + SHARED,
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
             libraries=["dl", "m"],

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attmemo.fastseq.generate.accelerate import accelerate
     from attmemo.fastseq.generate.fastmodel import FastModel, wrap
     from attmemo.fastseq.generate.ngram import EncoderNoRepeatNGram, NoRepeatNGram, swap_ngram_processors
     from attmemo.fastseq.generate.prefixlm import PrefixLM
@@ -28,6 +29,7 @@ _HOMES = {
     "NoRepeatNGram": "generate.ngram",
     "Pipeline": "pipeline.pipeline",
     "PrefixLM": "generate.prefixlm",
+    "accelerate": "generate.accelerate",
     "swap_ngram_processors": "generate.ngram",
     "wrap": "generate.fastmodel",
 }
@@ -39,6 +41,7 @@ __all__ = [
     "NoRepeatNGram",
     "Pipeline",
     "PrefixLM",
+    "accelerate",
     "swap_ngram_processors",
     "wrap",
 ]

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from attmemo.fastseq.generate.beam_cache import BeamCache, SharedTensors
 
 if TYPE_CHECKING:
+    from attmemo.fastseq.generate.decoders import PackedDecoder
     from attmemo.fastseq.generate.el_attention import ELStates
+    from attmemo.fastseq.generate.packed_stepper import PackedStepper
 
 
 @dataclass
@@ -27,13 +29,15 @@ class CallState:
     shared : SharedTensors
     counts : Counter
         How often each kind of attention ran: "shared", "prefix", "el", "el_self", "plain"; and what else happened:
-        "steps", "rows_removed", "encoder_tokens", "encoder_tokens_padded".
+        "steps", "packed_steps", "rows_removed", "encoder_tokens", "encoder_tokens_padded".
     encoder_outputs : ModelOutput or None
         With `last_hidden_state` `[B, N, D]`. What passes through `generate` is a stand-in of shape `[B, N, 1]`, which
         `generate` may repeat for each beam at no cost.
     el : ELStates or None
         The encoder's states, where cross-attention is EL-attention.
-    cache : BeamCache or None
+    packed : PackedDecoder or None
+        What the decoder's layers run on; None: on the model's own code.
+    cache : BeamCache, PackedStepper or None
         The last one made; for accounting.
     cache_bytes : dict
         The most that it held, by kind; what `release` leaves.
@@ -45,7 +49,8 @@ class CallState:
     counts: Counter[str] = field(default_factory=Counter)
     encoder_outputs: Any = None
     el: ELStates | None = None
-    cache: BeamCache | None = None
+    packed: PackedDecoder | None = None
+    cache: BeamCache | PackedStepper | None = None
     cache_bytes: dict[str, int] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: object) -> CallState:

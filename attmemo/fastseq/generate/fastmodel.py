@@ -19,6 +19,7 @@ from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_ma
 from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq.generate import beam_attention, random_state
 from attmemo.fastseq.generate.call_state import CallState
+from attmemo.fastseq.generate.decoders import PackedDecoder
 from attmemo.fastseq.generate.el_attention import why_no_self_el
 from attmemo.fastseq.generate.encoder import held_once
 from attmemo.fastseq.generate.loop import decode
@@ -30,6 +31,7 @@ from attmemo.models.cache_name import NEW, OLD
 _log = logging.getLogger("attmemo.fastseq")
 
 MODES = ("auto", "shared", "el", "stock")
+_ALIKE = 0.5  # correlation: 8 bits mostly leave more than .99, a layer in a wrong place next to none
 
 # Arguments of `generate` whose presence sends the call to the stock path, with the reason that `stats` gives.
 _STOCK_ARGUMENTS = {
@@ -60,7 +62,11 @@ class FastModel:
     same one, do not see each other.
     """
 
-    def __init__(self, model: Any, attention_mode: str, reason: str | None, *, untested: bool = False) -> None:
+    def __init__(
+        self, model: Any, attention_mode: str, reason: str | None, *, untested: bool = False,
+        packed: PackedDecoder | None = None,
+    ) -> None:  # fmt: skip
+        self._packed = packed
         self._model = model
         self._mode = attention_mode
         self._reason = reason
@@ -81,6 +87,11 @@ class FastModel:
         if self._reason is not None or self._mode == "stock":
             return "stock"
         return "el" if self._mode == "el" else "shared"
+
+    @property
+    def stock_reason(self) -> str | None:
+        """Why all calls take the stock path, or None."""
+        return self._reason
 
     def cache_mode_for(self, generation: Mapping[str, Any]) -> str:
         """As `cache_mode`, of a call with these arguments: some send it to the stock path."""
@@ -124,7 +135,7 @@ class FastModel:
         reason = self._reason or self._why_stock(kwargs) or self._test_late()
         if reason is None:
             rewind = random_state.remember(self._model.device)
-            state = CallState(mode=self._mode, el_holds=self._el_holds)
+            state = CallState(mode=self._mode, el_holds=self._el_holds, packed=self._packed)
             try:
                 result = self._fast(state, kwargs)
             except Refusal as refusal:
@@ -168,7 +179,8 @@ class FastModel:
 
     def _fast(self, state: CallState, kwargs: dict[str, Any], *, plain: bool = False) -> Any:
         # plain: transformers' own generate, also where the model has one of its own around it (Whisper).
-        copy = private_copy(self._model, beam_attention.NAME, state, also=SWAPPED)
+        stand_ins = None if state.packed is None else state.packed.stand_ins
+        copy = private_copy(self._model, beam_attention.NAME, state, also=SWAPPED, stand_ins=stand_ins)
         swap_modules(copy, state)
 
         def loop(
@@ -263,7 +275,7 @@ def self_test(fast: FastModel, mode: str = "shared") -> str | None:
     }
     if (reason := fast._why_stock(dummy)) is not None:
         return reason
-    state = CallState(mode=mode)
+    state = CallState(mode=mode, packed=None if mode == "el" else fast._packed)
     with torch.no_grad():
         try:
             expected = GenerationMixin.generate(model, **dummy)
@@ -275,15 +287,25 @@ def self_test(fast: FastModel, mode: str = "shared") -> str | None:
             return str(refusal)
         except Exception as error:  # whatever an unknown model does, the stock path has just worked
             return f"the fast path failed with {type(error).__name__}: {error}"
-    kinds = ("el", "el_self") if mode == "el" else ("shared", "prefix")
+    kinds = ("el", "el_self") if mode == "el" else ("shared", "prefix", "packed_steps")
     if not sum(state.counts[kind] for kind in kinds):
         return "its attention does not go through transformers' attention interface"
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.2
     for one, other in zip(expected.logits, got.logits, strict=True):
         one, other = one.log_softmax(-1), other.log_softmax(-1)
+        if state.packed is not None and state.packed.weights is not None:
+            if one.shape != other.shape or not are_alike(one, other):
+                return "its scores in 8 bits are not like those of the stock path"
+            continue
         if one.shape != other.shape or not torch.allclose(one, other, rtol=tolerance, atol=tolerance):
             return "its scores differ from those of the stock path"
     return None
+
+
+def are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether scores of rounded weights can be those: they rise and fall together."""
+    both = torch.stack((one.flatten(), other.flatten()))
+    return bool(torch.corrcoef(both)[0, 1] > _ALIKE)
 
 
 class _GivenWords(LogitsProcessor):  # type: ignore[misc]

@@ -28,8 +28,8 @@ from transformers.generation.utils import (
 from attmemo.fastseq.generate.beam_cache import hole_filling
 from attmemo.fastseq.generate.call_state import CallState
 from attmemo.fastseq.generate.ngram import swap_ngram_processors
+from attmemo.fastseq.generate.packed_stepper import make_stepper
 from attmemo.fastseq.generate.refusal import Refusal
-from attmemo.fastseq.generate.stepper import Stepper
 
 # Processors that look at each row by itself and remember nothing: rows may change places under them.
 _ROWWISE = {
@@ -133,7 +133,7 @@ def _beam(
     results = _Results(sequences, scores, indices)
     places = list(range(batch))  # which sample of the input each one of the batch is
 
-    stepper = Stepper(model, state, input_ids, beams, max_length - length, model_kwargs)
+    stepper = make_stepper(model, state, input_ids, beams, max_length - length, model_kwargs)
     logits = stepper.first(input_ids)
     flat = input_ids
     while True:
@@ -270,7 +270,7 @@ def _sample(
     unfinished = torch.ones(rows, dtype=torch.long, device=input_ids.device)
     places = list(range(rows))
     gone: dict[int, Tensor] = {}
-    stepper = Stepper(model, state, input_ids, rows_each, config.max_length - input_ids.shape[1], model_kwargs)
+    stepper = make_stepper(model, state, input_ids, rows_each, config.max_length - input_ids.shape[1], model_kwargs)
     logits = stepper.first(input_ids)
     while True:
         scores = logits_processor(input_ids, logits)

@@ -1,0 +1,626 @@
+/*
+ * decode.c: all layers of a decoder, for the next token of some rows, in one call.   Module attmemo.kernels._decode.
+ *
+ * A step of a decoder is some dozens of calls a layer in torch, each of a few microseconds of work where rows are few. Here it
+ * is one call. Linear layers and norms are those of linear.c (see linear_face.h), attention is decode_kernel.h's.
+ *
+ * THE LIMIT of few rows is reading all weights once, and all keys and values.
+ *
+ * KEYS AND VALUES are written once and never move. Those of a prompt or a source, which the beams of a sample share, lie
+ * there once: [key heads][keys][padded]. Those of tokens that were decoded lie in chunks of ROOM positions,
+ * [layers][keys, values][slots][key heads][ROOM][padded]. A table says for each row and position in which slot it is. When
+ * beams change places, or rows leave, only lines of the table do.
+ *
+ * A row writes its own key to the slot of its own number, and no other row of the step does. A row's result depends on
+ * this row alone: neither on the others nor on the number of threads.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "decode.h"
+#include "fine.h"
+#include "linear_face.h"
+#include "numbers.h"
+#include "team.h"
+
+enum { QKV, OUT, CROSS_Q, CROSS_OUT, UP, DOWN, LAYERS };
+enum { ROOM = 64, MOST_THREADS = 1024, MOST_KEYS = 1 << 24, MOST_ROWS = 1 << 20 };
+
+static const DecodeKernel *const kernels[] = { /* best first */
+#if defined(__x86_64__)
+    &decode_avx512,
+    &decode_avx2,
+#endif
+    &decode_generic,
+};
+
+enum { KERNELS = sizeof kernels / sizeof kernels[0] };
+
+typedef struct {
+    Product layers[LAYERS];
+    Py_buffer parts[LAYERS][PARTS];
+    bool there[LAYERS];
+    Heads heads;
+} Link;
+
+typedef struct {
+    const LinearKernel *kernel;
+    const DecodeKernel *attention;
+    size_t count, item; /* item: bytes of a number */
+    size_t width, padded, queries, keys; /* heads */
+    float root;
+    bool crosses, turns;
+    Norm first; /* before the first block */
+    Link links[];
+} Decoder;
+
+/* Keys of a row that lie one behind the other. */
+typedef struct {
+    size_t chunk, slot, at, count;
+} Stretch;
+
+/* What one call is about. */
+typedef struct {
+    const Decoder *decoder;
+    size_t rows, beams, samples, threads;
+    const uint64_t *chunks;
+    const int32_t *table;
+    size_t span, length, slots; /* span: of a line of the table; length: own keys before this step */
+    const int32_t *positions;
+    const float *cosine, *sine;
+    size_t half;
+    const float *bias; /* [query heads][bias_line], of the largest distance first; or NULL */
+    size_t bias_line;
+    const uint64_t *keys, *values; /* shared ones: [layers][samples] */
+    const int64_t *lengths;        /* of each sample */
+    char *hidden, *projected, *context, *mixed, *other, *middle, *normed;
+    Stretch *stretches; /* of each row `length` + 1 at most */
+    size_t *firsts;     /* of each row, and behind the last one */
+    char *scratch;      /* of all threads */
+    size_t scratch_bytes, floats;
+} Step;
+
+/* Attention of one layer. */
+typedef struct {
+    const Step *step;
+    size_t layer;
+    bool own, shared; /* which keys */
+    atomic_size_t next, threads;
+} Job;
+
+#define DECODER "attmemo.kernels._decode.decoder"
+
+static const LinearFace *linear;
+
+static void release_decoder(Decoder *decoder)
+{
+    for (size_t i = 0; i < decoder->count; i++)
+        for (size_t layer = 0; layer < LAYERS; layer++)
+            for (size_t part = 0; decoder->links[i].there[layer] && part < PARTS; part++)
+                PyBuffer_Release(&decoder->links[i].parts[layer][part]);
+    free(decoder);
+}
+
+static void drop(PyObject *capsule)
+{
+    release_decoder(PyCapsule_GetPointer(capsule, DECODER));
+}
+
+/* ---- preparing -------------------------------------------------------------------------------------------------- */
+
+/* A norm, from (weight, bias, least, type, centred). False, with an error set, if there is none such. */
+static bool read_norm(PyObject *given, Norm *norm)
+{
+    unsigned long long weight, bias;
+    double least;
+    int type, centred;
+    return PyArg_ParseTuple(given, "KKdip:prepare", &weight, &bias, &least, &type, &centred) &&
+           linear->take_norm(norm, weight, bias, least, type, centred);
+}
+
+/* A layer, from (inputs, outputs, activation, gated, weights, norms). False, with an error set, if there is none such. */
+static bool read_layer(Link *link, size_t number, PyObject *given, enum arithmetic arithmetic, int type)
+{
+    Py_ssize_t inputs, outputs;
+    int activation, gated;
+    PyObject *inner, *norm, *next;
+    Product *product = &link->layers[number];
+    Py_buffer *parts = link->parts[number];
+    if (!PyArg_ParseTuple(given, "nnip(y*y*y*y*)(O!O!O!):prepare", &inputs, &outputs, &activation, &gated,
+                          &parts[PANELS], &parts[SCALES], &parts[BIAS], &parts[SUMS], &PyTuple_Type, &inner,
+                          &PyTuple_Type, &norm, &PyTuple_Type, &next))
+        return false;
+    link->there[number] = true;
+    product->type = product->out_type = (enum type)type;
+    return linear->take_layer(product, arithmetic, inputs, outputs, activation, gated, parts) &&
+           read_norm(inner, &product->inner) && read_norm(norm, &product->norm) && read_norm(next, &product->next);
+}
+
+/* All of a block, from (norm of a query, of a key, whether they are turned, layers, or None for those of cross-attention).
+ * False, with an error set, if there is none such. */
+static bool read_link(Decoder *decoder, Link *link, PyObject *given, enum arithmetic arithmetic, int type)
+{
+    PyObject *query, *key, *layers[LAYERS];
+    int turned;
+    if (!PyArg_ParseTuple(given, "O!O!pO!O!OOO!O!:prepare", &PyTuple_Type, &query, &PyTuple_Type, &key, &turned,
+                          &PyTuple_Type, &layers[QKV], &PyTuple_Type, &layers[OUT], &layers[CROSS_Q],
+                          &layers[CROSS_OUT], &PyTuple_Type, &layers[UP], &PyTuple_Type, &layers[DOWN]) ||
+        !read_norm(query, &link->heads.query) || !read_norm(key, &link->heads.key))
+        return false;
+    for (size_t i = 0; i < LAYERS; i++)
+        if (layers[i] != Py_None && !read_layer(link, i, layers[i], arithmetic, type))
+            return false;
+    link->heads.queries = decoder->queries;
+    link->heads.keys = decoder->keys;
+    link->heads.width = decoder->width;
+    decoder->turns = decoder->turns || turned;
+    return true;
+}
+
+/* What does not fit, or NULL. */
+static const char *find_fault(const Decoder *decoder)
+{
+    const size_t hidden = decoder->links[0].layers[QKV].inputs, size = decoder->queries * decoder->width;
+    for (size_t i = 0; i < decoder->count; i++) {
+        const Link *link = &decoder->links[i];
+        const Product *layers = link->layers;
+        if (layers[QKV].inputs != hidden || layers[QKV].outputs != size + 2 * decoder->keys * decoder->width ||
+            layers[OUT].inputs != size || layers[OUT].outputs != hidden)
+            return "the layers of self-attention do not fit each other";
+        if (link->there[CROSS_Q] != link->there[CROSS_OUT] || link->there[CROSS_Q] != decoder->links[0].there[CROSS_Q])
+            return "only some layers of cross-attention are there";
+        if (link->there[CROSS_Q] && (layers[CROSS_Q].inputs != hidden || layers[CROSS_Q].outputs != size ||
+                                     layers[CROSS_OUT].inputs != size || layers[CROSS_OUT].outputs != hidden ||
+                                     decoder->keys != decoder->queries))
+            return "the layers of cross-attention do not fit each other";
+        if (layers[UP].inputs != hidden || layers[DOWN].inputs != layers[UP].outputs || layers[DOWN].outputs != hidden)
+            return "the feed-forward layers do not fit each other";
+        for (size_t layer = 0; layer < LAYERS; layer++)
+            if (layer != UP && (layers[layer].gated || layers[layer].activation != NONE))
+                return "another layer than the first of the feed-forward part is activated";
+        const bool normed = link->heads.query.weight || link->heads.key.weight;
+        if ((normed || decoder->turns) && decoder->width > MOST_WIDTH)
+            return "heads are too wide to be normed or turned";
+        if (normed && (link->heads.query.type != FLOAT32 || link->heads.query.centred || link->heads.query.bias ||
+                       link->heads.key.type != FLOAT32 || link->heads.key.centred || link->heads.key.bias))
+            return "heads are normed by their mean square, with weights in float32";
+    }
+    return NULL;
+}
+
+static const DecodeKernel *choose_attention(const char *isa)
+{
+    for (size_t i = 0; i < KERNELS; i++)
+        if ((*isa == 0 || strcmp(isa, kernels[i]->name) == 0) && has_instructions(kernels[i]->name))
+            return kernels[i];
+    return NULL;
+}
+
+PyDoc_STRVAR(prepare_doc,
+             "prepare($module, first, blocks, heads, flags, /)\n--\n\n"
+             "first: the norm before the first block. blocks: of each (norm of a query, of a key, whether they are turned,\n"
+             "layers for Q, K and V, behind attention, for Q of cross-attention, behind it, up, down); those of\n"
+             "cross-attention may be None. A layer: (inputs, outputs, activation, gated, weights, (norm of what it gives, of\n"
+             "the sum with the residual, before the next layer)), weights and norms as `attmemo.kernels._linear.multiply` has\n"
+             "them. heads: (of queries, of keys, width, what products are multiplied with). flags: (arithmetic, type, isa of\n"
+             "linear layers, isa of attention). The caller keeps the norms alive. Returns what `run` takes.");
+
+static PyObject *native_prepare(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *blocks, *first;
+    Py_ssize_t queries, keys, width;
+    double root;
+    int arithmetic, type;
+    const char *isa, *attention;
+    if (!PyArg_ParseTuple(args, "O!O!(nnnd)(iiss):prepare", &PyTuple_Type, &first, &PyTuple_Type, &blocks, &queries, &keys,
+                          &width, &root, &arithmetic, &type, &isa, &attention) ||
+        !linear->are_known(arithmetic, type))
+        return NULL;
+    const size_t count = (size_t)PyTuple_GET_SIZE(blocks);
+    const LinearKernel *kernel = linear->choose_kernel((enum arithmetic)arithmetic, isa);
+    const DecodeKernel *attends = choose_attention(attention);
+    if (!is_fine(kernel && attends, "the processor has no such instructions") || !is_fine(count > 0, "there are no blocks") ||
+        !is_fine(keys > 0 && queries > 0 && queries <= MOST_ROWS && queries % keys == 0 && width > 0 && width <= MOST_ROWS,
+                 "heads are out of range"))
+        return NULL;
+    Decoder *decoder = calloc(1, sizeof *decoder + count * sizeof(Link));
+    if (!decoder)
+        return PyErr_NoMemory();
+    decoder->kernel = kernel;
+    decoder->attention = attends;
+    decoder->count = count;
+    decoder->item = item_bytes[type];
+    decoder->width = (size_t)width;
+    decoder->padded = round_to((size_t)width, PART);
+    decoder->queries = (size_t)queries;
+    decoder->keys = (size_t)keys;
+    decoder->root = (float)root;
+    bool done = read_norm(first, &decoder->first);
+    for (size_t i = 0; done && i < count; i++) {
+        PyObject *block = PyTuple_GET_ITEM(blocks, (Py_ssize_t)i);
+        done = is_fine(PyTuple_Check(block), "a block is a tuple") &&
+               read_link(decoder, &decoder->links[i], block, (enum arithmetic)arithmetic, type);
+    }
+    decoder->crosses = decoder->links[0].there[CROSS_Q];
+    const char *fault = done ? find_fault(decoder) : NULL;
+    if (fault)
+        PyErr_SetString(PyExc_ValueError, fault);
+    PyObject *capsule = done && !fault ? PyCapsule_New(decoder, DECODER, drop) : NULL;
+    if (!capsule)
+        release_decoder(decoder);
+    return capsule;
+}
+
+/* ---- attention -------------------------------------------------------------------------------------------------- */
+
+/* Keys, or values behind them, of a chunk: of one layer, slot and head, from a position on. */
+static char *place_of(const Step *step, size_t layer, bool values, size_t slot, size_t head, size_t position)
+{
+    const Decoder *decoder = step->decoder;
+    const size_t plane = (2 * layer + values) * step->slots + slot;
+    return (char *)(uintptr_t)step->chunks[position / ROOM] +
+           ((plane * decoder->keys + head) * ROOM + position % ROOM) * decoder->padded * decoder->item;
+}
+
+/* Key and value of the step's own token: of one row and head. */
+static void store(const Step *step, size_t layer, size_t row, size_t head)
+{
+    const Decoder *decoder = step->decoder;
+    const size_t bytes = decoder->width * decoder->item, all = decoder->queries + 2 * decoder->keys;
+    const char *line = step->projected + row * all * bytes;
+    for (int values = 0; values < 2; values++) {
+        char *to = place_of(step, layer, values, row, head, step->length);
+        memcpy(to, line + (decoder->queries + (values ? decoder->keys : 0) + head) * bytes, bytes);
+        memset(to + bytes, 0, decoder->padded * decoder->item - bytes);
+    }
+}
+
+static void attend_some(void *argument)
+{
+    Job *job = argument;
+    const Step *step = job->step;
+    const Decoder *decoder = step->decoder;
+    char *scratch = step->scratch + atomic_fetch_add(&job->threads, 1) * step->scratch_bytes;
+    Run *runs = (Run *)(scratch + step->floats * sizeof(float));
+    const size_t bytes = decoder->width * decoder->item;
+    const size_t line = job->own ? (decoder->queries + 2 * decoder->keys) * bytes : decoder->queries * bytes;
+    const size_t group = decoder->queries / decoder->keys, tasks = step->samples * decoder->keys;
+    const Run **own = (const Run **)(runs + step->beams * (step->length + 1));
+    size_t *counts = (size_t *)(own + step->beams);
+    for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < tasks;) {
+        const size_t sample = task / decoder->keys, head = task % decoder->keys, row = sample * step->beams;
+        Run *run = runs;
+        for (size_t beam = 0; beam < step->beams; beam++) {
+            own[beam] = run;
+            counts[beam] = 0;
+            if (!job->own)
+                continue;
+            store(step, job->layer, row + beam, head);
+            for (size_t i = step->firsts[row + beam]; i < step->firsts[row + beam + 1]; i++, run++) {
+                const Stretch *stretch = &step->stretches[i];
+                const size_t position = stretch->chunk * ROOM + stretch->at;
+                run->keys = place_of(step, job->layer, false, stretch->slot, head, position);
+                run->values = place_of(step, job->layer, true, stretch->slot, head, position);
+                run->count = stretch->count;
+                counts[beam]++;
+            }
+        }
+        const size_t place = job->layer * step->samples + sample, apart = (head * group) * bytes;
+        Attending attending = {.type = decoder->links[0].layers[QKV].type,
+                               .width = decoder->width,
+                               .padded = decoder->padded,
+                               .root = decoder->root,
+                               .rows = step->beams,
+                               .group = group,
+                               .query = step->projected + row * line + apart,
+                               .query_line = line,
+                               .out = step->context + row * decoder->queries * bytes + apart,
+                               .out_line = decoder->queries * bytes,
+                               .own = own,
+                               .runs = counts,
+                               .count = job->own ? step->length + 1 : 0};
+        if (job->own && step->bias)
+            attending.bias = step->bias + head * step->bias_line + step->bias_line - 1 - step->length;
+        if (job->shared) {
+            const size_t many = (size_t)step->lengths[sample] * decoder->padded * decoder->item;
+            attending.shared = (Run){(const char *)(uintptr_t)step->keys[place] + head * many,
+                                     (const char *)(uintptr_t)step->values[place] + head * many,
+                                     (size_t)step->lengths[sample]};
+        }
+        decoder->attention->attend(&attending, (float *)scratch);
+    }
+}
+
+static void attend(const Step *step, size_t layer, bool own, bool shared)
+{
+    Job job = {.step = step, .layer = layer, .own = own, .shared = shared};
+    const size_t tasks = step->samples * step->decoder->keys;
+    share(attend_some, &job, step->threads < tasks ? step->threads : tasks);
+}
+
+/* Where the own keys of each row lie, this step's among them. */
+static void find_stretches(const Step *step)
+{
+    Stretch *next = step->stretches;
+    for (size_t row = 0; row < step->rows; row++) {
+        step->firsts[row] = (size_t)(next - step->stretches);
+        Stretch *last = NULL;
+        for (size_t position = 0; position <= step->length; position++) {
+            const size_t slot = position < step->length ? (size_t)step->table[row * step->span + position] : row;
+            if (!last || last->slot != slot || position % ROOM == 0) {
+                last = next++;
+                *last = (Stretch){.chunk = position / ROOM, .slot = slot, .at = position % ROOM};
+            }
+            last->count++;
+        }
+    }
+    step->firsts[step->rows] = (size_t)(next - step->stretches);
+}
+
+/* ---- a step ----------------------------------------------------------------------------------------------------- */
+
+/* One layer: from rows at x, and a residual or none, to rows at out. False: there is no memory. */
+static bool pass(const Step *step, size_t layer, size_t number, const char *x, const char *add, char *out)
+{
+    const Decoder *decoder = step->decoder;
+    const Link *link = &decoder->links[layer];
+    Product product = link->layers[number];
+    Heads heads = link->heads;
+    product.rows = step->rows;
+    product.x = x;
+    product.line = product.inputs * decoder->item;
+    product.add = add;
+    product.add_line = product.outputs * decoder->item;
+    product.out = out;
+    product.ahead = step->normed;
+    if (number == QKV && (decoder->turns || heads.query.weight || heads.key.weight)) {
+        heads.half = step->half;
+        heads.cosine = decoder->turns ? step->cosine : NULL;
+        heads.sine = step->sine;
+        heads.positions = step->positions;
+        product.heads = &heads;
+    }
+    return linear->compute(decoder->kernel, &product, NULL, step->threads);
+}
+
+/* What a layer reads: rows, or the norm of them that another one has left. */
+static const char *after(const Step *step, size_t layer, size_t number, const char *rows)
+{
+    return step->decoder->links[layer].layers[number].next.weight ? step->normed : rows;
+}
+
+/* All layers; the result is at `hidden`, and normed at `normed` if the last layer has a norm behind it. False: there is no
+ * memory. */
+static bool run_layers(const Step *step)
+{
+    const Decoder *decoder = step->decoder;
+    char *rows = step->hidden, *mixed = step->mixed, *other = step->other;
+    const char *read = rows;
+    if (decoder->first.weight) {
+        const Product *product = &decoder->links[0].layers[QKV];
+        const Product begin = {.type = product->type,
+                               .out_type = product->type,
+                               .out = rows,
+                               .rows = step->rows,
+                               .outputs = product->inputs,
+                               .next = decoder->first,
+                               .ahead = step->normed};
+        linear->end(decoder->kernel, &begin, step->threads);
+        read = step->normed;
+    }
+    for (size_t i = 0; i < decoder->count; i++) {
+        if (!pass(step, i, QKV, read, NULL, step->projected))
+            return false;
+        attend(step, i, true, !decoder->crosses && step->keys);
+        if (!pass(step, i, OUT, step->context, rows, mixed))
+            return false;
+        const char *feed = after(step, i, OUT, mixed);
+        const char *residual = mixed;
+        if (decoder->crosses) {
+            if (!pass(step, i, CROSS_Q, feed, NULL, step->projected))
+                return false;
+            attend(step, i, false, true);
+            if (!pass(step, i, CROSS_OUT, step->context, mixed, other))
+                return false;
+            feed = after(step, i, CROSS_OUT, other);
+            residual = other;
+        }
+        if (!pass(step, i, UP, feed, NULL, step->middle) || !pass(step, i, DOWN, step->middle, residual, rows))
+            return false;
+        read = after(step, i, DOWN, rows);
+    }
+    return true;
+}
+
+/* Memory of a step, one block; NULL if there is none. */
+static char *take_memory(Step *step)
+{
+    const Decoder *decoder = step->decoder;
+    const size_t tasks = step->samples * decoder->keys, group = decoder->queries / decoder->keys;
+    size_t keys = step->length + 1, longest = 0;
+    for (size_t i = 0; step->lengths && i < step->samples; i++)
+        longest = (size_t)step->lengths[i] > longest ? (size_t)step->lengths[i] : longest;
+    step->floats = round_to(scratch_floats(step->beams * group, decoder->padded, keys + longest), PART);
+    step->scratch_bytes = round_to(step->floats * sizeof(float) + step->beams * keys * sizeof(Run) +
+                                       step->beams * (sizeof(Run *) + sizeof(size_t)),
+                                   LINE);
+    const size_t threads = step->threads < tasks ? step->threads : tasks;
+    const size_t stretches = round_to(step->rows * keys * sizeof(Stretch), LINE);
+    void *memory;
+    if (posix_memalign(&memory, LINE, stretches + (step->rows + 1) * sizeof(size_t) + LINE + threads * step->scratch_bytes))
+        return NULL;
+    step->stretches = memory;
+    step->firsts = (size_t *)((char *)memory + stretches);
+    step->scratch = (char *)memory + stretches + round_to((step->rows + 1) * sizeof(size_t), LINE);
+    return memory;
+}
+
+/* What in the numbers of a call does not fit, or NULL. */
+static const char *find_mismatch(const Step *step, const Py_buffer *chunks, const Py_buffer *table,
+                                 const Py_buffer *positions, const Py_buffer *keys, const Py_buffer *values,
+                                 const Py_buffer *lengths, Py_ssize_t angles)
+{
+    const Decoder *decoder = step->decoder;
+    const size_t places = decoder->count * step->samples * sizeof(uint64_t);
+    if ((size_t)chunks->len / sizeof(uint64_t) * ROOM <= step->length)
+        return "there is no chunk for the new position";
+    if ((size_t)table->len != step->rows * step->span * sizeof(int32_t) || step->span < step->length)
+        return "the table does not fit the rows";
+    for (size_t row = 0; row < step->rows; row++)
+        for (size_t i = 0; i < step->length; i++)
+            if (step->table[row * step->span + i] < 0 || (size_t)step->table[row * step->span + i] >= step->slots)
+                return "the table names a slot that is not there";
+    if (step->keys && ((size_t)keys->len != places || (size_t)values->len != places ||
+                       (size_t)lengths->len != step->samples * sizeof(int64_t)))
+        return "shared keys do not fit the samples";
+    for (size_t i = 0; step->keys && i < step->samples; i++)
+        if (step->lengths[i] < 1 || step->lengths[i] > MOST_KEYS)
+            return "a sample has no shared keys";
+    if (decoder->crosses && !step->keys)
+        return "there are no keys for cross-attention";
+    if (step->bias && step->bias_line <= step->length)
+        return "there is no bias for a distance";
+    if (decoder->turns) {
+        if ((size_t)positions->len != step->rows * sizeof(int32_t) || step->half == 0 || 2 * step->half > decoder->width)
+            return "angles or positions do not fit";
+        for (size_t row = 0; row < step->rows; row++)
+            if (step->positions[row] < 0 || step->positions[row] >= angles)
+                return "there are no angles for a position";
+    }
+    return NULL;
+}
+
+PyDoc_STRVAR(run_doc,
+             "run($module, decoder, rows, own, turns, bias, shared, ways, threads, /)\n--\n\n"
+             "The next token of some rows through all layers. rows: (how many, how many of them a sample has). own:\n"
+             "(uint64 addresses of the chunks, int32 table [rows, span], span, keys so far, slots of a chunk). turns: (int32\n"
+             "position of each row, address of the cosines, of the sines, angles of a position, positions). bias: (address,\n"
+             "numbers of a head), of the largest distance first, or (0, 0). shared: (uint64 addresses of keys [layers,\n"
+             "samples], of values, int64 keys of each sample), or empty. ways: addresses of the hidden states, which the\n"
+             "result takes the place of; of Q, K and V; of what attention gives; of what the layer behind it gives, and that\n"
+             "of cross-attention; of what lies between the feed-forward layers; of rows that are normed. The caller vouches\n"
+             "for the addresses.\n\nRaises ValueError before anything is written, or MemoryError.");
+
+static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *capsule;
+    enum { CHUNKS, TABLE, POSITIONS, KEYS, VALUES, LENGTHS, BUFFERS };
+    Py_buffer given[BUFFERS] = {{0}};
+    Py_ssize_t rows, beams, span, length, slots, half, angles, bias_line, threads;
+    unsigned long long cosine, sine, bias, ways[7];
+    if (!PyArg_ParseTuple(args, "O(nn)(y*y*nnn)(y*KKnn)(Kn)(y*y*y*)(KKKKKKK)n:run", &capsule, &rows, &beams, &given[CHUNKS],
+                          &given[TABLE], &span, &length, &slots, &given[POSITIONS], &cosine, &sine, &half, &angles, &bias,
+                          &bias_line, &given[KEYS], &given[VALUES], &given[LENGTHS], &ways[0], &ways[1], &ways[2],
+                          &ways[3], &ways[4], &ways[5], &ways[6], &threads))
+        return NULL;
+    bool fine = true, done = false;
+    for (int i = 0; i < BUFFERS; i++)
+        fine = fine && is_fine((uintptr_t)given[i].buf % sizeof(int32_t) == 0, "an array lies across its numbers");
+    Decoder *decoder = fine ? PyCapsule_GetPointer(capsule, DECODER) : NULL;
+    if (decoder && is_fine(rows > 0 && rows <= MOST_ROWS && beams > 0 && rows % beams == 0 && span >= 0 && length >= 0 &&
+                               length < MOST_KEYS && slots >= rows && half >= 0 && bias_line >= 0 && threads > 0,
+                           "a size is out of range")) {
+        Step step = {.decoder = decoder,
+                     .rows = (size_t)rows,
+                     .beams = (size_t)beams,
+                     .samples = (size_t)(rows / beams),
+                     .threads = (size_t)(threads < MOST_THREADS ? threads : MOST_THREADS),
+                     .chunks = given[CHUNKS].buf,
+                     .table = given[TABLE].buf,
+                     .span = (size_t)span,
+                     .length = (size_t)length,
+                     .slots = (size_t)slots,
+                     .positions = given[POSITIONS].buf,
+                     .cosine = (const float *)(uintptr_t)cosine,
+                     .sine = (const float *)(uintptr_t)sine,
+                     .half = (size_t)half,
+                     .bias = (const float *)(uintptr_t)bias,
+                     .bias_line = (size_t)bias_line,
+                     .keys = given[KEYS].len ? given[KEYS].buf : NULL,
+                     .values = given[VALUES].buf,
+                     .lengths = given[KEYS].len ? given[LENGTHS].buf : NULL,
+                     .hidden = (char *)(uintptr_t)ways[0],
+                     .projected = (char *)(uintptr_t)ways[1],
+                     .context = (char *)(uintptr_t)ways[2],
+                     .mixed = (char *)(uintptr_t)ways[3],
+                     .other = (char *)(uintptr_t)ways[4],
+                     .middle = (char *)(uintptr_t)ways[5],
+                     .normed = (char *)(uintptr_t)ways[6]};
+        const char *fault = find_mismatch(&step, &given[CHUNKS], &given[TABLE], &given[POSITIONS], &given[KEYS],
+                                          &given[VALUES], &given[LENGTHS], angles);
+        if (is_fine(fault == NULL, fault)) {
+            char *memory;
+            Py_BEGIN_ALLOW_THREADS
+            memory = take_memory(&step);
+            if (memory) {
+                find_stretches(&step);
+                done = run_layers(&step);
+            }
+            free(memory);
+            Py_END_ALLOW_THREADS
+            if (!done)
+                PyErr_NoMemory();
+        }
+    }
+    for (int i = 0; i < BUFFERS; i++)
+        PyBuffer_Release(&given[i]);
+    if (!done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && i < KERNELS; i++) {
+        if (!has_instructions(kernels[i]->name))
+            continue;
+        PyObject *name = PyUnicode_FromString(kernels[i]->name);
+        if (!name || PyList_Append(list, name) != 0)
+            Py_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    return list;
+}
+
+PyDoc_STRVAR(instruction_sets_doc, "instruction_sets($module, /)\n--\n\n"
+                                   "What this processor has of what attention was compiled for, best first.");
+
+static PyMethodDef native_methods[] = {
+    {"prepare", native_prepare, METH_VARARGS, prepare_doc},
+    {"run", native_run, METH_VARARGS, run_doc},
+    {"use_team", native_use_team, METH_VARARGS, use_team_doc},
+    {"instruction_sets", native_instruction_sets, METH_NOARGS, instruction_sets_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static int native_exec(PyObject *module)
+{
+    PyObject *owner = PyImport_ImportModule("attmemo.kernels._linear");
+    PyObject *capsule = owner ? PyObject_GetAttrString(owner, "face") : NULL;
+    linear = capsule ? PyCapsule_GetPointer(capsule, LINEAR_FACE) : NULL;
+    Py_XDECREF(capsule);
+    Py_XDECREF(owner);
+    return linear ? PyModule_AddIntMacro(module, ROOM) : -1;
+}
+
+static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
+
+static struct PyModuleDef native_module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "attmemo.kernels._decode",
+    .m_doc = "All layers of a decoder for the next token, in one call. See native/decode.c.",
+    .m_size = 0,
+    .m_methods = native_methods,
+    .m_slots = native_slots,
+};
+
+PyMODINIT_FUNC PyInit__decode(void)
+{
+    return PyModuleDef_Init(&native_module);
+}
