@@ -13,18 +13,29 @@ Rungs, each with what is before it: `stock`; `shared` (cross-attention cache or 
 (the kernel that blocks n-grams); `+pipeline` (`attmemo.fastseq.Pipeline` on what `wrap` chooses by itself, as users
 get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, EL-Attention whether it pays or not,
 `no cache`, stock with `use_cache=False`, and `ctranslate2`, which needs that package.
+
+python scripts/bench_fastseq.py --types --shape bart-large --length 128 --new 32 --rounds 2
+
+`--types` measures types instead, docs/fastseq-types.{json,md}: stock and `fastseq.accelerate` in float32, bfloat16 and
+8 bits, and CTranslate2 in those that it has for such a processor. Each runs in a process of its own, in turns; a process
+runs greedy with one line, and beams with `--batch` lines, each twice, and the second one counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
+import fcntl
 import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +58,16 @@ from attmemo import fastseq
 from attmemo.fastseq.generate.shape import ModelShape
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+TYPES = {  # name: engine, dtype, weights
+    "stock float32": ("stock", "float32", None),
+    "stock bfloat16": ("stock", "bfloat16", None),
+    "float32": ("fastseq", "float32", None),
+    "bfloat16": ("fastseq", "bfloat16", None),
+    "int8": ("fastseq", "float32", "int8"),
+    "bfloat16, int8": ("fastseq", "bfloat16", "int8"),
+    "CTranslate2 float32": ("ctranslate2", "float32", None),
+    "CTranslate2 int8": ("ctranslate2", "int8", None),
+}
 RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "no cache", "ctranslate2")
 
 
@@ -127,7 +148,9 @@ def make_tokenizer(vocabulary: int, side: str) -> PreTrainedTokenizerFast:
 class Peer:
     """CTranslate2 on the same weights: its own C++ decoder, which reads text as pieces."""
 
-    def __init__(self, folder: Path, new: int, beams: int, batch: int, threads: int) -> None:
+    def __init__(
+        self, folder: Path, new: int, beams: int, batch: int, threads: int, kind: str = "float32", ngrams: int = 3
+    ) -> None:
         import ctranslate2
 
         converted = folder / "ctranslate2"
@@ -136,10 +159,10 @@ class Peer:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.encoder_decoder = encoder_decoder = AutoConfig.from_pretrained(folder).is_encoder_decoder
         start = time.perf_counter()
-        kind = ctranslate2.Translator if encoder_decoder else ctranslate2.Generator
-        self.engine = kind(str(converted), device="cpu", intra_threads=threads, compute_type="float32")
+        engine = ctranslate2.Translator if encoder_decoder else ctranslate2.Generator
+        self.engine = engine(str(converted), device="cpu", intra_threads=threads, compute_type=kind)
         self.load_seconds = time.perf_counter() - start
-        shared = {"beam_size": beams, "no_repeat_ngram_size": 3, "max_batch_size": batch}
+        shared = {"beam_size": beams, "no_repeat_ngram_size": ngrams, "max_batch_size": batch}
         if encoder_decoder:
             self.settings = shared | {"max_decoding_length": new, "min_decoding_length": new, "max_input_length": 0}
         else:
@@ -302,6 +325,174 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def lines_of(vocabulary: int, count: int, length: int) -> list[str]:
+    """Texts of words at random, the same every time."""
+    numbers = torch.randint(0, vocabulary - len(SPECIAL), (count, length), generator=torch.Generator().manual_seed(0))
+    return [" ".join(f"w{number}" for number in row) for row in numbers.tolist()]
+
+
+def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One type in this process: both settings, each twice."""
+    engine, dtype, weights = TYPES[options.one]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    kind = BartForConditionalGeneration if config.model_type == "bart" else (
+        T5ForConditionalGeneration if config.model_type == "t5" else GPT2LMHeadModel
+    )  # fmt: skip
+    model: Any = None
+    found: dict[str, Any] = {"packed_bytes": None}
+    if engine != "ctranslate2":
+        model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        if engine == "fastseq":
+            model = fastseq.accelerate(model, weights=weights)
+            found["packed_bytes"] = model.packed_bytes
+    new, length = options.new[0], options.length[0]
+    for name, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
+        lines = lines_of(config.vocab_size, batch, length)
+        ngrams = 3 if beams > 1 else 0
+        if engine == "ctranslate2":
+            generate: Any = Peer(folder, new, beams, batch, options.threads, dtype, ngrams)
+        else:
+            settings = {
+                "num_beams": beams, "max_new_tokens": new, "min_new_tokens": new, "no_repeat_ngram_size": ngrams,
+                "do_sample": False,
+            }  # fmt: skip
+
+            def generate(lines: list[str], settings: dict[str, Any] = settings) -> list[str]:
+                given = tokenizer(lines, return_tensors="pt", padding=True, return_token_type_ids=False)
+                prompt = 0 if config.is_encoder_decoder else given["input_ids"].shape[1]
+                tokens = model.generate(**given, **settings)[:, prompt:]
+                return list(tokenizer.batch_decode(tokens, skip_special_tokens=True))
+
+        seconds, cpu = [], []
+        for _ in range(2):
+            start, before = time.perf_counter(), time.process_time()
+            texts = generate(lines)
+            seconds.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - before)
+        found[name] = {"seconds": seconds[1], "cpu_seconds": cpu[1], "texts": texts}
+    some = torch.ones(1 << 26)
+    rates = []
+    for _ in range(5):
+        start = time.perf_counter()
+        some.sum()
+        rates.append(some.nbytes / (time.perf_counter() - start))
+    found["bytes_a_second"] = max(rates)
+    return found
+
+
+@contextlib.contextmanager
+def held(lock: Path | None) -> Iterator[None]:
+    """Others who measure wait meanwhile."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """A row for each setting of one shape; every type in a process of its own, in turns."""
+    torch.manual_seed(0)
+    fresh = SHAPES[options.shape]().eval()
+    fresh.save_pretrained(folder)
+    config = fresh.config
+    make_tokenizer(config.vocab_size, "right" if config.is_encoder_decoder else "left").save_pretrained(folder)
+    del fresh
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or TYPES}
+    before = os.getloadavg()[0]
+    for _ in range(options.rounds):
+        for name in runs:
+            command = [
+                sys.executable, __file__, "--one", name, "--folder", str(folder), "--threads", str(options.threads),
+                "--length", str(options.length[0]), "--new", str(options.new[0]), "--beams", str(options.beams[0]),
+                "--batch", str(options.batch),
+            ]  # fmt: skip
+            with held(options.lock):
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+            times = {setting: round(runs[name][-1][setting]["seconds"], 2) for setting in ("greedy", "beams")}
+            print(options.shape, name, times, flush=True)
+    facts = conditions(options) | {
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, check=True, text=True,
+            cwd=Path(__file__).parent,
+        ).stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "ctranslate2": _version("ctranslate2"),
+        "load": [before, os.getloadavg()[0]],
+    }  # fmt: skip
+    rows = []
+    for setting, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
+        expected = next(iter(runs.values()))[0][setting]["texts"]
+        rows.append(
+            facts
+            | {
+                "shape": options.shape,
+                "length": options.length[0],
+                "new": options.new[0],
+                "beams": beams,
+                "batch": batch,
+                "rounds_each": options.rounds,
+                "seconds": {name: min(run[setting]["seconds"] for run in some) for name, some in runs.items()},
+                "cpu_seconds": {name: min(run[setting]["cpu_seconds"] for run in some) for name, some in runs.items()},
+                "rounds": {name: [run[setting]["seconds"] for run in some] for name, some in runs.items()},
+                "same": {
+                    name: sum(one == other for one, other in zip(some[0][setting]["texts"], expected, strict=True))
+                    for name, some in runs.items()
+                },
+                "packed_bytes": {name: some[0]["packed_bytes"] for name, some in runs.items()},
+                "bytes_a_second": max(run["bytes_a_second"] for some in runs.values() for run in some),
+            }
+        )
+    return rows
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def table_of_types(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "# fastseq: types measured",
+        "",
+        "Seconds from text to text, the least of the rounds, the encoder or the prompt included. Every type runs in a "
+        "process of its\nown, in turns. Equal texts: to those of stock float32. Random weights; with beams, n-gram 3.",
+        "",
+        "The floor is the time in which the decoder's packed weights are read once, as each step does, at the best rate "
+        "at which torch\nsummed 256 MiB in the same runs.",
+    ]
+    for row in rows:
+        first = next(iter(row["seconds"].values()))
+        lines += [
+            "",
+            f"**{row['shape']}, {row['length']} source tokens, {row['new']} new, {row['beams']} "
+            f"{'beam' if row['beams'] == 1 else 'beams'}, batch {row['batch']}**",
+            "",
+            f"{row['processor']}, {row['threads']} threads, torch {row['torch']}, transformers {row['transformers']}, CTranslate2 {row['ctranslate2']}, "
+            f"{row['date']}, commit {row['commit']}, {row['rounds_each']} rounds, load {row['load'][0]:.1f} to "
+            f"{row['load'][1]:.1f}",
+            "",
+            "| type | seconds | over stock float32 | CPU seconds | equal texts | ms a token | floor, ms |",
+            "|---|---:|---:|---:|---:|---:|---:|",
+        ]
+        for name, seconds in row["seconds"].items():
+            packed = row["packed_bytes"][name]
+            floor = "" if packed is None else f"{packed / row['bytes_a_second'] * 1e3:.1f}"
+            lines.append(
+                f"| {name} | {seconds:.2f} | {first / seconds:.2f}x | {row['cpu_seconds'][name]:.1f} "
+                f"| {row['same'][name]} of {row['batch']} | {seconds / row['new'] * 1e3:.1f} | {floor} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
     """What has to be known to read the numbers."""
     name = platform.processor()
@@ -380,6 +571,23 @@ def _memory(row: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
+def write_types(options: argparse.Namespace) -> None:
+    """Measure types, and write; rows of other settings that the record already has are kept."""
+    place = options.output.with_suffix(".json")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure_types(options, Path(folder))
+    known = json.loads(place.read_text())["rows"] if place.exists() else []
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("shape", "length", "new", "beams", "batch"))
+
+    fresh = {key(row) for row in rows}
+    rows = [row for row in known if key(row) not in fresh] + rows
+    place.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    options.output.with_suffix(".md").write_text(table_of_types(rows))
+    print(table_of_types(rows))
+
+
 def main() -> None:
     """Parse, measure, and write; rows of other settings that the record already has are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -394,9 +602,22 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu", help="cuda: every rung but ctranslate2, with another --output")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("docs/fastseq-bench"), help="without an ending")
+    parser.add_argument("--output", type=Path, help="without an ending  [docs/fastseq-bench or docs/fastseq-types]")
+    parser.add_argument("--types", action="store_true", help="measure types, each in a process of its own")
+    parser.add_argument("--only", nargs="+", choices=TYPES, help="these types alone; others are compared with the first")
+    parser.add_argument("--lock", type=Path, help="with --types: a file that is locked while a process measures")
+    parser.add_argument("--one", choices=TYPES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.one is not None:
+        print(json.dumps(measure_type(options, options.folder)))
+        return
+    if options.output is None:
+        options.output = Path("docs/fastseq-types" if options.types else "docs/fastseq-bench")
+    if options.types:
+        write_types(options)
+        return
     place = options.output.with_suffix(".json")
     facts = conditions(options)
     with tempfile.TemporaryDirectory() as folder:

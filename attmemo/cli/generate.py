@@ -51,9 +51,9 @@ def generate(**given: Any) -> None:
         settings = _settings(asked, loaded)
         fast, maker = not asked.without_fastseq_opt, loaded.model
         if fast:
-            from attmemo.fastseq import wrap
+            from attmemo.fastseq import accelerate
 
-            maker = wrap(maker, attention=asked.attention)
+            maker = accelerate(maker, weights=asked.weights, attention=asked.attention)
         done = _run(asked, loaded, maker, settings, limit, out)
         found: dict[str, Any] = {"model": asked.model, "output": str(asked.destination)}
         found |= {"fastseq": fast and maker.cache_mode_for(settings) != "stock", **asdict(done)}
@@ -78,6 +78,8 @@ def _check_usage(asked: SimpleNamespace) -> None:
         raise typer.BadParameter("--score-path needs --reference-path.")
     if asked.early_stopping_never and asked.early_stopping is not None:
         raise typer.BadParameter("--early-stopping-never, or one of --early-stopping and --no-early-stopping.")
+    if asked.weights is not None and asked.without_fastseq_opt:
+        raise typer.BadParameter("--weights are fastseq's: leave out --without-fastseq-opt.")
     if asked.n_obs == 0:
         raise typer.BadParameter("--limit 0 is no line at all; leave it out, or give -1, for all lines.")
 

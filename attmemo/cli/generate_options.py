@@ -65,6 +65,7 @@ CHOICES: tuple[Choice, ...] = (
     _option("device", str, None, "cpu, cuda, cuda:1, …  [default: a GPU if there is one]", metavar="NAME"),
     _option("dtype", Literal["float32", "float16", "bfloat16"], "float32", "What the model computes in."),
     _flag("fp16", "The same as --dtype float16."),
+    _option("weights", Literal["int8"], None, "int8: linear layers in 8 bits; faster, and other texts at times. CPU."),
     _option("batch_size", Any, "auto", "Texts in a batch; auto: the most that fit in memory. One that does not fit is "
             "halved.", "--batch-size --bs", to="batch", metavar="N", parser=parse_batch),
     _setting("num_beams", int, "Beams.  [default: the model's own]", "--num-beams --beam", min=1),

@@ -4,6 +4,7 @@ import numpy.typing as npt
 from attmemo.kernels._linear import Norm, Weights
 
 ROOM: int
+FEWEST: int
 
 Layer = tuple[int, int, int, bool, Weights, tuple[Norm, Norm, Norm]]
 Block = tuple[Norm, Norm, bool, Layer, Layer, Layer | None, Layer | None, Layer, Layer]

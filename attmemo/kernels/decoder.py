@@ -37,6 +37,10 @@ _NO_POSITIONS: Final = np.zeros(0, np.int32)
 join_torch(native.use_team)
 
 
+FEWEST: Final = native.FEWEST
+"""Rows that 8-bit layers are run for by vectors, where a matrix unit is there too."""
+
+
 @dataclass(frozen=True)
 class Block:
     """One layer of a decoder. Its linear layers are of one kind; each norm may be missing.

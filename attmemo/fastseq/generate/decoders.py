@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attmemo.fastseq.generate.refusal import Refusal
-from attmemo.kernels.decoder import Block, DecoderStack
+from attmemo.kernels.decoder import FEWEST, Block, DecoderStack
 from attmemo.kernels.linear8 import Linear8
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
@@ -166,6 +166,7 @@ class PackedDecoder:
         head = description.head
         # In 8 bits, logits are float32: they are not rounded once more.
         self._wide = weights == "int8"
+        self._few = "vnni16" if self._wide and "vnni16" in Linear8.instruction_sets() else ""
         if self._wide:
             head = replace(head, weights=[part.float() for part in head.weights])
         self.head: Panels = _kind(torch.float32 if self._wide else dtype, weights).of(head.weights, head.biases)
@@ -173,6 +174,11 @@ class PackedDecoder:
         self.nbytes = self.stack.nbytes + self.head.nbytes
         if self._wide:
             self.stand_ins[id(head.modules[0])] = PackedLinear(self.head)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that each step reads."""
+        return self.stack.nbytes + self.head.nbytes
 
     def stand_for(self, model: nn.Module) -> None:
         """Round the model's other linear layers to 8 bits too: those of its encoder, or that read a prompt.
@@ -200,7 +206,8 @@ class PackedDecoder:
         """`[R, V]` float32, of hidden states `[R, hidden]`."""
         if self.description.head_scale != 1.0:
             hidden = hidden * self.description.head_scale
-        found = self.head(hidden.float() if self._wide else hidden)
+        isa = self._few if len(hidden) <= FEWEST else ""
+        found = self.head(hidden.float() if self._wide else hidden, isa=isa)
         bias = self.description.head_bias
         return (found if bias is None else found + bias).float()
 

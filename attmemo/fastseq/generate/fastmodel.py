@@ -93,6 +93,11 @@ class FastModel:
         """Why all calls take the stock path, or None."""
         return self._reason
 
+    @property
+    def packed_bytes(self) -> int | None:
+        """Bytes of packed weights that each decoding step reads; None: there are none."""
+        return None if self._packed is None else self._packed.step_bytes
+
     def cache_mode_for(self, generation: Mapping[str, Any]) -> str:
         """As `cache_mode`, of a call with these arguments: some send it to the stock path."""
         return self.cache_mode if self._why_stock(dict(generation)) is None else "stock"
