@@ -17,8 +17,8 @@ get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, 
 python scripts/bench_fastseq.py --types --shape bart-large --length 128 --new 32 --rounds 2
 
 `--types` measures types instead, docs/fastseq-types.{json,md}: stock and `fastseq.accelerate` in float32, bfloat16 and
-8 bits, and CTranslate2 in those that it has for such a processor. Each runs in a process of its own, in turns; a process
-runs greedy with one line, and beams with `--batch` lines, each twice, and the second one counts.
+8 bits, and CTranslate2 in those that it has for such a processor. Each runs in a process of its own, in turns; it runs
+greedy with one line, and beams with `--batch` lines, each once for a few tokens, and then for all, which counts.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def lines_of(vocabulary: int, count: int, length: int) -> list[str]:
 
 
 def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One type in this process: both settings, each twice."""
+    """One type in this process: both settings."""
     engine, dtype, weights = TYPES[options.one]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
@@ -351,26 +351,28 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         lines = lines_of(config.vocab_size, batch, length)
         ngrams = 3 if beams > 1 else 0
         if engine == "ctranslate2":
-            generate: Any = Peer(folder, new, beams, batch, options.threads, dtype, ngrams)
-        else:
-            settings = {
-                "num_beams": beams, "max_new_tokens": new, "min_new_tokens": new, "no_repeat_ngram_size": ngrams,
-                "do_sample": False,
-            }  # fmt: skip
+            peer = Peer(folder, new, beams, batch, options.threads, dtype, ngrams)
 
-            def generate(lines: list[str], settings: dict[str, Any] = settings) -> list[str]:
+            def generate(lines: list[str], new: int, peer: Peer = peer) -> list[str]:
+                names = ("max_decoding_length", "min_decoding_length") if peer.encoder_decoder else (
+                    "max_length", "min_length"
+                )  # fmt: skip
+                peer.settings |= dict.fromkeys(names, new)
+                return peer(lines)
+        else:
+            settings = {"num_beams": beams, "no_repeat_ngram_size": ngrams, "do_sample": False}
+
+            def generate(lines: list[str], new: int, settings: dict[str, Any] = settings) -> list[str]:  # type: ignore[misc]
                 given = tokenizer(lines, return_tensors="pt", padding=True, return_token_type_ids=False)
                 prompt = 0 if config.is_encoder_decoder else given["input_ids"].shape[1]
-                tokens = model.generate(**given, **settings)[:, prompt:]
+                tokens = model.generate(**given, **settings, max_new_tokens=new, min_new_tokens=new)[:, prompt:]
                 return list(tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
-        seconds, cpu = [], []
-        for _ in range(2):
-            start, before = time.perf_counter(), time.process_time()
-            texts = generate(lines)
-            seconds.append(time.perf_counter() - start)
-            cpu.append(time.process_time() - before)
-        found[name] = {"seconds": seconds[1], "cpu_seconds": cpu[1], "texts": texts}
+        generate(lines, 3)
+        start, before = time.perf_counter(), time.process_time()
+        texts = generate(lines, new)
+        spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - before}
+        found[name] = {**spent, "texts": texts}
     some = torch.ones(1 << 26)
     rates = []
     for _ in range(5):
@@ -402,18 +404,20 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     del fresh
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or TYPES}
     before = os.getloadavg()[0]
-    for _ in range(options.rounds):
-        for name in runs:
-            command = [
-                sys.executable, __file__, "--one", name, "--folder", str(folder), "--threads", str(options.threads),
-                "--length", str(options.length[0]), "--new", str(options.new[0]), "--beams", str(options.beams[0]),
-                "--batch", str(options.batch),
-            ]  # fmt: skip
-            with held(options.lock):
+    names = list(runs)
+    for first in [first for _ in range(options.rounds) for first in range(0, len(names), options.hold)]:
+        with held(options.lock):
+            for name in names[first : first + options.hold]:
+                command = [
+                    sys.executable, __file__, "--one", name, "--folder", str(folder), "--threads",
+                    str(options.threads), "--length", str(options.length[0]), "--new", str(options.new[0]), "--beams",
+                    str(options.beams[0]), "--batch", str(options.batch),
+                ]  # fmt: skip
+                begin = time.perf_counter()
                 done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
-            times = {setting: round(runs[name][-1][setting]["seconds"], 2) for setting in ("greedy", "beams")}
-            print(options.shape, name, times, flush=True)
+                runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+                times = {setting: round(runs[name][-1][setting]["seconds"], 2) for setting in ("greedy", "beams")}
+                print(options.shape, name, times, f"{time.perf_counter() - begin:.0f} s in all", flush=True)
     facts = conditions(options) | {
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, check=True, text=True,
@@ -466,8 +470,8 @@ def table_of_types(rows: list[dict[str, Any]]) -> str:
         "Seconds from text to text, the least of the rounds, the encoder or the prompt included. Every type runs in a "
         "process of its\nown, in turns. Equal texts: to those of stock float32. Random weights; with beams, n-gram 3.",
         "",
-        "The floor is the time in which the decoder's packed weights are read once, as each step does, at the best rate "
-        "at which torch\nsummed 256 MiB in the same runs.",
+        "The floor is the time in which the decoder's packed weights are read once, as each step does, at the best "
+        "rate at which torch\nsummed 256 MiB in the same runs.",
     ]
     for row in rows:
         first = next(iter(row["seconds"].values()))
@@ -476,9 +480,9 @@ def table_of_types(rows: list[dict[str, Any]]) -> str:
             f"**{row['shape']}, {row['length']} source tokens, {row['new']} new, {row['beams']} "
             f"{'beam' if row['beams'] == 1 else 'beams'}, batch {row['batch']}**",
             "",
-            f"{row['processor']}, {row['threads']} threads, torch {row['torch']}, transformers {row['transformers']}, CTranslate2 {row['ctranslate2']}, "
-            f"{row['date']}, commit {row['commit']}, {row['rounds_each']} rounds, load {row['load'][0]:.1f} to "
-            f"{row['load'][1]:.1f}",
+            f"{row['processor']}, {row['threads']} threads, torch {row['torch']}, transformers "
+            f"{row['transformers']}, CTranslate2 {row['ctranslate2']}, {row['date']}, commit {row['commit']}, "
+            f"{row['rounds_each']} rounds, load {row['load'][0]:.1f} to {row['load'][1]:.1f}",
             "",
             "| type | seconds | over stock float32 | CPU seconds | equal texts | ms a token | floor, ms |",
             "|---|---:|---:|---:|---:|---:|---:|",
@@ -604,8 +608,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="without an ending  [docs/fastseq-bench or docs/fastseq-types]")
     parser.add_argument("--types", action="store_true", help="measure types, each in a process of its own")
-    parser.add_argument("--only", nargs="+", choices=TYPES, help="these types alone; others are compared with the first")
-    parser.add_argument("--lock", type=Path, help="with --types: a file that is locked while a process measures")
+    parser.add_argument("--only", nargs="+", choices=TYPES, help="these alone; others are compared with the first")
+    parser.add_argument("--lock", type=Path, help="with --types: a file that is locked while processes measure")
+    parser.add_argument("--hold", type=int, default=1, help="processes, one after the other, that hold it together")
     parser.add_argument("--one", choices=TYPES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

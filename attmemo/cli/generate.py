@@ -131,11 +131,11 @@ def _run(
         progress=out.stages, **{choice.pipeline: getattr(asked, choice.name) for choice in CHOICES if choice.pipeline},
         **settings,
     )  # fmt: skip
-    languages = {"source_lang": asked.source_lang, "target_lang": asked.target_lang}
+    made_with = {"source_lang": asked.source_lang, "target_lang": asked.target_lang, "weights": asked.weights}
     try:
         with quiet():
             resume = not asked.restart
-            return pipeline.run(asked.source, asked.destination, limit=limit, resume=resume, identity=languages)
+            return pipeline.run(asked.source, asked.destination, limit=limit, resume=resume, identity=made_with)
     except ValueError as error:
         if not _refuses_options(error):
             raise

@@ -19,6 +19,7 @@ from command_line import MAIN, attmemo, refuse, succeed
 from generators import LINES, POSITIONS, make_model, plain_loop, save, tokenizer
 from transformers import AutoTokenizer, BartModel, BertConfig, BertForMaskedLM, GPT2Model, ViTConfig, ViTModel
 
+from attmemo import fastseq
 from attmemo.cli.generate_options import parse_batch
 from attmemo.fastseq import Pipeline
 from attmemo.fastseq.pipeline import metrics
@@ -189,6 +190,14 @@ class TestOptions:
         for name, options in (("one", ("--fp16",)), ("two", ("--dtype", "float16"))):
             succeed("generate", saved["bart"], source, tmp_path / name, *OPTIONS, *options)
         assert lines(tmp_path / "one") == lines(tmp_path / "two")
+
+    def test_weights_in_8_bits(self, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
+        common = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS, "--weights", "int8")
+        succeed(*common)
+        rounded = fastseq.accelerate(make_model("bart"), weights="int8")
+        assert lines(tmp_path / "out") == plain_loop(rounded, TEXTS, **BEAMS)
+        assert rounded.stats()["counts"]["packed_steps"] > 0
+        assert attmemo(*common, "--without-fastseq-opt").exit_code == 2
 
     def test_all_lines_as_fastseq_asks_for_them(self, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         succeed(
