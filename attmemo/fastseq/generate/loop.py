@@ -2,7 +2,8 @@
 
 The rules of beam search (which continuations are kept, when a hypothesis is finished, when a sample can no longer
 change) are transformers' own methods, called here, not written anew: ties and early stopping come out the same in
-whatever version is installed. What is different is the order of rows in the batch, and how many there are.
+whatever version is installed. Where no scores tie, the best continuations are found in fewer passes (leading.py). What
+is different is the order of rows in the batch, and how many there are.
 
 Shapes: B samples, M beams, R = B·M rows, V vocabulary, P length of the decoder's prompt.
 """
@@ -27,6 +28,7 @@ from transformers.generation.utils import (
 
 from attmemo.fastseq.generate.beam_cache import hole_filling
 from attmemo.fastseq.generate.call_state import CallState
+from attmemo.fastseq.generate.leading import NoEndYet, continuations, swap_length_processors
 from attmemo.fastseq.generate.ngram import swap_ngram_processors
 from attmemo.fastseq.generate.packed_stepper import make_stepper
 from attmemo.fastseq.generate.refusal import Refusal
@@ -85,6 +87,8 @@ def decode(
     # In place of what `generate` made for this call, or kept apart from what the caller owns and may use again.
     in_place = not (generation_config.return_dict_in_generate and generation_config.output_logits)
     swap_ngram_processors(logits_processor, in_place=in_place)
+    if in_place:
+        swap_length_processors(logits_processor)
     for place, processor in enumerate(logits_processor):
         if hasattr(processor, "select_rows"):
             logits_processor[place] = copy(processor)
@@ -141,7 +145,8 @@ def _beam(
         log_probs = logits_processor(flat, F.log_softmax(logits, dim=-1))
         recorder.record(logits, log_probs)
         total = (log_probs.view(count, beams, -1) + running_scores[:, :, None]).view(count, -1)
-        top_scores, top_sequences, top_indices = model._get_top_k_continuations(
+        top_scores, top_sequences, top_indices = continuations(
+            model,
             accumulated_log_probs=total,
             running_sequences=running,
             running_beam_indices=running_indices,
@@ -358,6 +363,7 @@ def _follows_rows(processor: object) -> bool:
         return False  # a repetition penalty over padded prompts has a number for each row
     return (
         type(processor) in _ROWWISE
+        or type(processor) is NoEndYet
         or hasattr(processor, "select_rows")
         or type(processor).__module__ == "attmemo.fastseq.generate.ngram"
     )
