@@ -219,6 +219,18 @@ def test_bfloat16_and_8_bits_together() -> None:
     assert own.dtype == expected.dtype
 
 
+def test_el_attention_is_not_chosen_in_8_bits_however_short_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.fastseq.generate import stepper
+
+    model = make("bart")
+    exact, rounded = fastseq.wrap(model), fastseq.accelerate(model, weights="int8")
+    monkeypatch.setattr(stepper, "choose", lambda *_: "el")
+    exact.generate(**inputs("bart"), num_beams=2, max_new_tokens=5)
+    assert exact.stats()["counts"]["el"] > 0, "memory is not short: the test proves nothing"
+    rounded.generate(**inputs("bart"), num_beams=2, max_new_tokens=5)
+    assert rounded.stats()["counts"]["packed_steps"] > 0
+
+
 @needs_kernels
 def test_what_has_no_packed_layers_runs_as_before() -> None:
     model = make("prophetnet")

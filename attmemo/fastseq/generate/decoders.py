@@ -34,9 +34,9 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-_BEHIND = {"bart", "marian", "plbart"}  # norms stand behind the sums
+_BEHIND = {"bart", "marian"}  # norms stand behind the sums
 _BEFORE = {"mbart", "pegasus"}
-_TURNED = {"llama", "qwen2", "qwen3", "mistral"}
+_TURNED = {"llama", "qwen2", "qwen3"}
 _LINEAR = ("Linear", "Conv1D")
 _LAYERS = ("qkv", "out", "up", "down", "cross_q", "cross_out")
 _STATIC_ROPES = {"default", "linear", "llama3"}  # angles depend on the position alone

@@ -217,7 +217,12 @@ class FastModel:
             return self._reason
 
     def _el_holds(self) -> bool:
-        """Whether EL-attention reproduces this model; tested when it is first asked for."""
+        """Whether EL-attention reproduces this model; tested when it is first asked for.
+
+        It reads weights for keys and values, which are not there in 8 bits.
+        """
+        if self._packed is not None and self._packed.weights is not None:
+            return False
         with self._lock:
             if self._el is None:
                 self._el = why_no_el(self) is None
