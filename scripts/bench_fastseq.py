@@ -467,14 +467,15 @@ def table_of_types(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# fastseq: types measured",
         "",
-        "Seconds from text to text, the least of the rounds, the encoder or the prompt included. Every type runs in a "
-        "process of its\nown, in turns. Equal texts: to those of stock float32. Random weights; with beams, n-gram 3.",
+        "From text to text, the least of the rounds, the encoder or the prompt included. Every type runs in a process "
+        "of its own, in\nturns. Equal texts: to those of stock float32. Random weights; with beams, n-gram 3.",
         "",
-        "The floor is the time in which the decoder's packed weights are read once, as each step does, at the best "
-        "rate at which torch\nsummed 256 MiB in the same runs.",
+        "Where the load is above the number of cores, the machine was busy with other work: CPU seconds say more "
+        "then, and ratios\nare those of CPU seconds. The floor is the time in which the decoder's packed weights are "
+        "read once, as each step does,\nat the best rate at which torch summed 256 MiB in the same runs.",
     ]
     for row in rows:
-        first = next(iter(row["seconds"].values()))
+        first = next(iter(row["cpu_seconds"].values()))
         lines += [
             "",
             f"**{row['shape']}, {row['length']} source tokens, {row['new']} new, {row['beams']} "
@@ -484,14 +485,14 @@ def table_of_types(rows: list[dict[str, Any]]) -> str:
             f"{row['transformers']}, CTranslate2 {row['ctranslate2']}, {row['date']}, commit {row['commit']}, "
             f"{row['rounds_each']} rounds, load {row['load'][0]:.1f} to {row['load'][1]:.1f}",
             "",
-            "| type | seconds | over stock float32 | CPU seconds | equal texts | ms a token | floor, ms |",
+            "| type | CPU seconds | over stock float32 | seconds | equal texts | CPU ms a token | floor, ms |",
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
-        for name, seconds in row["seconds"].items():
+        for name, seconds in row["cpu_seconds"].items():
             packed = row["packed_bytes"][name]
             floor = "" if packed is None else f"{packed / row['bytes_a_second'] * 1e3:.1f}"
             lines.append(
-                f"| {name} | {seconds:.2f} | {first / seconds:.2f}x | {row['cpu_seconds'][name]:.1f} "
+                f"| {name} | {seconds:.2f} | {first / seconds:.2f}x | {row['seconds'][name]:.2f} "
                 f"| {row['same'][name]} of {row['batch']} | {seconds / row['new'] * 1e3:.1f} | {floor} |"
             )
     return "\n".join(lines) + "\n"
