@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -29,7 +30,14 @@ MOST: Final = 256
 """Sequences that may wait: their arguments stay in memory. At most half of them wait to be learned from: answers that
 were given and are to be verified have room left."""
 AT_ONCE: Final = 4
-"""Sequences of a part at most: a request that comes meanwhile shares the cores with no more."""
+"""Sequences that are taken at once, where it is not known when the next request comes: it shares the cores with no
+more."""
+IN_A_PAUSE: Final = 16
+"""The same, at most, in a pause whose length is known."""
+FILLS: Final = 0.8
+"""Share of such a pause that they probably take."""
+LEARNS: Final = 0.2
+"""Weight of the newest part in what a sequence takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class Deferred:
         ]  # fmt: skip
         self._stamp = Stamp(model)
         self._parts: deque[Part] = deque()
-        self._sequences = 0
+        self._sequences, self._each = 0, 0.0  # that wait; seconds that one takes
         self._lock, self._paying = ThreadLock(), ThreadLock()
         self.idle = Idle(self._compare_one)
 
@@ -106,7 +114,7 @@ class Deferred:
 
     def compare_all(self) -> None:
         """Compare what waits now."""
-        for part in self._taken(self._sequences):
+        for part in self._taken(self._sequences, AT_ONCE):
             self._compare(part)
 
     def forget(self) -> None:
@@ -130,24 +138,30 @@ class Deferred:
         if self._parts:
             self.idle.wake()
 
-    def _taken(self, most: int) -> Iterator[Part]:
-        """The oldest parts. Those that a forked child found are its parent's: they are forgotten."""
-        for _ in range(most):
+    def _taken(self, parts: int, most: int) -> Iterator[Part]:
+        """The oldest parts, of so many sequences at most. In a forked child they are its parent's, and forgotten."""
+        for _ in range(parts):
             with self._lock:
                 if not self._parts:
                     return
                 part = self._parts.popleft()
-                if len(part.places) > AT_ONCE:
-                    self._parts.appendleft(part.some(AT_ONCE, len(part.places)))
-                    part = part.some(0, AT_ONCE)
+                if len(part.places) > most:
+                    self._parts.appendleft(part.some(most, len(part.places)))
+                    part = part.some(0, most)
                 self._sequences -= len(part.places)
             if part.process == os.getpid():
                 yield part
 
-    def _compare_one(self) -> bool:
-        """Take one part, in the thread for idle times; whether there are more."""
-        for part in self._taken(1):
+    def _compare_one(self, seconds: float) -> bool:
+        """Take one part, in the thread for idle times, of so many seconds if that is known; whether there are more."""
+        most = AT_ONCE
+        if seconds and self._each:
+            most = min(max(int(FILLS * seconds / self._each), 1), IN_A_PAUSE)
+        for part in self._taken(1, most):
+            start = perf_counter()
             self._compare(part)
+            each = (perf_counter() - start) / len(part.places)
+            self._each += (LEARNS if self._each else 1.0) * (each - self._each)
         return bool(self._parts)
 
     def _compare(self, part: Part) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,10 +20,19 @@ from attmemo.system.locking import ThreadLock
 
 _LOG = logging.getLogger("attmemo")
 
-QUIET: Final = 0.01
-"""Seconds without a request after which work may begin."""
+QUIET: Final = 0.002
+"""Seconds without a request after which work may begin, if it ends before the next request is expected."""
+LONG: Final = 0.1
+"""Seconds without a request after which work may begin whatever is expected."""
+GAPS: Final = 8
+"""Pauses between requests that tell how long the next one is: the second shortest of them."""
+PARTS: Final = 4
+"""Parts of work that tell how long the next one takes at least: the shortest of them."""
+FIRST: Final = 0.01
+"""Seconds that the first part is expected to take."""
 NICE: Final = 5
 """Added to the thread's nice value: what else runs gets three quarters of a core that both want."""
+_LOOK: Final = 0.005  # seconds between two looks whether work may begin: requests that come and go wake nothing
 PATIENCE: Final = 10.0
 """Seconds that a closing process waits for work that runs."""
 
@@ -30,16 +40,20 @@ PATIENCE: Final = 10.0
 class Idle:
     """Works while no request runs, on one core, at most half of the time.
 
+    Work that runs into a request makes it take longer, for its threads wait for each other. So a part begins only if
+    it will probably have ended by then: pauses and parts are timed.
+
     A thread begins with the first work. A fork waits for the part of the work that is being done: a child that is
     copied from the middle of a forward may find locks of libraries held for ever. The child has its own thread.
 
     Parameters
     ----------
     work : bound method
-        Does a part of the work, and says whether there is more. Its object is not kept alive.
+        Does a part of the work, and says whether there is more. It is given the seconds that are probably left for it;
+        0: they are not known. Its object is not kept alive.
     """
 
-    def __init__(self, work: Callable[[], bool]) -> None:
+    def __init__(self, work: Callable[[float], bool]) -> None:
         self._work, self._quiet = weakref.WeakMethod(work), QUIET
         self._lock = ThreadLock()
         self._begin()
@@ -53,6 +67,8 @@ class Idle:
 
     def _begin(self) -> None:
         self._running, self._ended = 0, monotonic()
+        self._gaps: deque[float] = deque(maxlen=GAPS)
+        self._parts: deque[float] = deque(maxlen=PARTS)
         self._signal = _Signal()
         self._thread: threading.Thread | None = None
         self._part = threading.Lock()  # held while a part is done, and while a fork is made
@@ -68,6 +84,8 @@ class Idle:
     def began(self) -> None:
         """A request begins."""
         with self._lock:
+            if not self._running:
+                self._gaps.append(monotonic() - self._ended)
             self._running += 1
 
     def ended(self) -> None:
@@ -93,13 +111,27 @@ class Idle:
     def wait(self) -> float:
         """Seconds until work may begin, if no request comes; 0: now."""
         with self._lock:
-            return self._quiet if self._running else max(self._ended + self._quiet - monotonic(), 0.0)
+            passed = monotonic() - self._ended
+            if self._running or passed < self._quiet:
+                return self._quiet if self._running else self._quiet - passed
+            if passed + min(self._parts, default=FIRST) <= self._expected:
+                return 0.0
+            return max(max(LONG, self._quiet) - passed, 0.0)
+
+    @property
+    def _expected(self) -> float:
+        """Seconds that a pause between requests probably takes; 0: not known."""
+        return sorted(self._gaps)[1] if len(self._gaps) == GAPS else 0.0
 
     def part(self) -> bool:
         """Do a part of the work; whether there is more."""
         with self._part:
-            work = self._work()
-            return work is not None and work()
+            start, work = monotonic(), self._work()
+            with self._lock:
+                left = max(self._ended + self._expected - start, 0.0)
+            more = work is not None and work(left)
+            self._parts.append(monotonic() - start)
+            return more
 
     def close(self) -> None:
         """End the thread, after the part that it works at. Nothing is done any more."""
@@ -138,9 +170,9 @@ def _run(own: weakref.ref[Idle], signal: _Signal) -> None:
                     signal.work.set()
             except Exception as error:
                 _LOG.warning("attmemo: work for idle times failed: %s", error)
-            rest = perf_counter() - start  # as long as it worked
+            worked = perf_counter() - start
         del idle
-        signal.closing.wait(rest)
+        signal.closing.wait(min(rest, _LOOK) if rest else worked)  # it rests as long as it worked
 
 
 def _yield_to_others() -> None:

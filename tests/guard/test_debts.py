@@ -16,7 +16,7 @@ from torch import nn
 
 from attmemo.guard import deferred
 from attmemo.guard.certificate import Counts
-from attmemo.guard.deferred import AT_ONCE, Deferred, Part
+from attmemo.guard.deferred import AT_ONCE, IN_A_PAUSE, Deferred, Part
 from attmemo.guard.forward import FAILS
 from attmemo.guard.guard import Guard
 from attmemo.guard.idle import Idle
@@ -241,7 +241,7 @@ class TestForgotten:
         model = owing(case)
         child = os.fork()
         if child == 0:
-            os._exit(len(list(model.attmemo.deferred._taken(100))))
+            os._exit(len(list(model.attmemo.deferred._taken(100, AT_ONCE))))
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         assert len(model.attmemo.deferred) == len(LENGTHS)
@@ -310,6 +310,16 @@ class TestDeferred:
         given = torch.cat([part.inputs[0][0] for part in seen])
         assert torch.equal(given, torch.arange(4.0 * len(given)).view(-1, 4)), "each with its own arguments"
         assert len(own) == 0
+
+    def test_in_a_pause_of_known_length_as_many_are_taken_as_fit(self) -> None:
+        _, own, seen = self.made(deferred.MOST)
+        own._each = 0.001
+        assert own._compare_one(0.01)
+        own._each = 0.001
+        assert own._compare_one(1.0)
+        own._each = 0.001
+        assert own._compare_one(0.0)
+        assert [len(part.places) for part in seen] == [8, IN_A_PAUSE, AT_ONCE]
 
     def test_what_the_caller_writes_into_its_arguments_afterwards_is_not_seen(self) -> None:
         model, own, seen = self.made()

@@ -6,13 +6,14 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
 from guarded import until
 
 from attmemo.guard import idle
-from attmemo.guard.idle import NICE, Idle
+from attmemo.guard.idle import GAPS, LONG, NICE, Idle
 
 
 class Worker:
@@ -22,7 +23,7 @@ class Worker:
         self.parts, self.threads = parts, list[int]()
         self.idle = Idle(self.work)
 
-    def work(self) -> bool:
+    def work(self, _: float = 0.0) -> bool:
         self.threads.append(threading.get_ident())
         self.parts -= 1
         return self.parts > 0
@@ -50,10 +51,54 @@ def test_all_work_is_done_in_a_thread_of_its_own_once_no_request_runs() -> None:
     worker.idle.close()
 
 
+class Clock:
+    """Time as a test has it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(idle, "monotonic", lambda: self.now)
+
+
+def after_requests(clock: Clock, gaps: Sequence[float], part: float) -> Worker:
+    """A worker that saw requests with these pauses before them, and a part of work that took so long."""
+
+    def work(_: float) -> bool:
+        clock.now += part
+        return True
+
+    worker = Worker()
+    worker.idle._work = lambda: work  # type: ignore[assignment]
+    worker.idle.part()
+    worker.idle.ended()
+    for gap in gaps:
+        clock.now += gap
+        worker.idle.began()
+        clock.now += 0.03
+        worker.idle.ended()
+    return worker
+
+
+def test_work_begins_early_only_if_it_will_end_before_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 0.002)
+    clock = Clock(monkeypatch)
+    worker = after_requests(clock, [0.04] * GAPS, 0.02)
+    assert worker.idle.wait() == pytest.approx(0.002)
+    clock.now += 0.01
+    assert worker.idle.wait() == 0.0
+    clock.now += 0.02
+    assert worker.idle.wait() == pytest.approx(LONG - 0.03), "too late for this pause"
+    clock.now += LONG
+    assert worker.idle.wait() == 0.0, "requests have ended, or come at other times"
+    for gaps in ([0.04] * (GAPS - 2) + [0.01] * 2, [0.04] * (GAPS - 1), [0.01] * GAPS):
+        worker = after_requests(clock, gaps, 0.02)
+        clock.now += 0.003
+        assert worker.idle.wait() == pytest.approx(LONG - 0.003), "pauses are not known, or often shorter"
+
+
 def test_work_is_done_on_one_core_and_others_go_first() -> None:
     worker, seen = Worker(), list[tuple[int, int]]()
 
-    def work() -> bool:
+    def work(_: float) -> bool:
         seen.append((torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
         return False
 
@@ -162,7 +207,7 @@ def test_where_no_thread_can_be_had_work_stays_undone(monkeypatch: pytest.Monkey
 def test_a_fork_waits_for_the_part_that_is_done() -> None:
     worker, inside, go = Worker(), threading.Event(), threading.Event()
 
-    def slow() -> bool:
+    def slow(_: float) -> bool:
         inside.set()
         go.wait(10)
         worker.threads.append(1)
