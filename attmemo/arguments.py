@@ -75,7 +75,7 @@ def _asked_of_rows(reuse: str, memory: bool, folder: str | None) -> str:
 def check_together(
     *, reuse: str, database: object = None, fill: object = True, budget: object = 0, linear: str = "exact",
     threshold: object = "auto", lookup: object = None, fetch: str = "auto", near: object = None,
-    most_moved: object = None,
+    most_moved: object = None, shadow: object = False, log_changes: object = None,
 ) -> None:  # fmt: skip
     """Refuse arguments that make no sense together; the values are those of `memoize`.
 
@@ -129,6 +129,12 @@ def check_together(
          "leave out one of them"),
         (reuse in ("none", "maps") and (near not in (None, 1) or most_moved is not None),
          f"near and most_moved are settings of rows; {own} has none", "leave them out, or reuse='rows'"),
+        (shadow and (reuse not in ("auto", "rows") or not budget),
+         "shadow mode says what a budget would reuse of rows, and there is " + ("no budget" if not budget else own),
+         "give a budget, or leave out shadow"),
+        (log_changes is not None and (reuse not in ("auto", "rows") or not budget),
+         "log_changes is about answers that a guard verifies, and there is " + ("no budget" if not budget else own),
+         "give a budget, or leave out log_changes"),
         (reuse in ("none", "rows", "prefix") and (lookup == "layer" or fetch != "auto"),
          f"lookup='layer' and fetch are settings of maps; {own} has none", "leave them out, or reuse='maps'"),
     ):  # fmt: skip

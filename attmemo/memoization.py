@@ -71,6 +71,8 @@ def memoize(
     fetch: FetcherName = "auto",
     residency: Residency = "page-cache",
     linear: Literal["auto"] | LinearName = "auto",
+    shadow: bool = False,
+    log_changes: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Make a transformers model faster on CPUs, in place.
 
@@ -144,6 +146,10 @@ def memoize(
         those of int8 layers. Records of one arithmetic never serve the other. ``"auto"`` is ``"exact"`` without a
         budget. With one, and no database but ``":memory:"``, 8-bit layers are timed, and where they are faster they
         are compared with exact ones, now and then, until they are proven to keep the budget. Rows get half of it then.
+    shadow : bool
+        Give exact answers only; find in idle times what the budget would reuse and change: ``stats()["shadow"]``.
+    log_changes : path-like, optional
+        A file that gets a line of JSON for each verified answer that had changed: hashes and numbers, no text.
 
     Returns
     -------
@@ -174,16 +180,17 @@ def memoize(
     check_choices(reuse=(reuse, get_args(ReuseName)))
     check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
     check_choices(residency=(residency, get_args(Residency)), linear=(linear, ("auto", *get_args(LinearName))))
+    check_choices(shadow=(shadow, (True, False)))
     check_places(None if isinstance(database, Database) else database, fill)
     check_budget(budget)
     rule = Rule.of(near, most_moved)
     own: LinearName = "exact" if linear == "auto" else linear
-    chooses = linear == "auto" and bool(budget) and (database is None or database == MEMORY)
+    chooses = linear == "auto" and bool(budget) and not shadow and (database is None or database == MEMORY)
     check_together(
         reuse=reuse, database=database, fill=fill, budget=budget, linear=own, threshold=threshold, lookup=lookup,
-        fetch=fetch, near=near, most_moved=most_moved,
+        fetch=fetch, near=near, most_moved=most_moved, shadow=shadow, log_changes=log_changes,
     )  # fmt: skip
-    guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer)
+    guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer, shadow, log_changes)
     bound = bytes_of(max_bytes)
     encoder = encoder_of(model)
     before = _handles(encoder)

@@ -95,6 +95,14 @@ def serve(
         "ATTMEMO_FILL", "Whether exact answers become records: yes, no, or the directory that they go to.",
         parser=parse_fill, metavar="yes|no|DIR",
     )] = YES,
+    shadow: Annotated[bool, _named(
+        "ATTMEMO_SHADOW", "Give exact answers only, and find in idle times what the budget would reuse and change."
+    )] = False,
+    log_changes: Annotated[str | None, _named(
+        "ATTMEMO_LOG_CHANGES",
+        "File that gets a line for each verified answer that had changed: hashes and numbers, no text.",
+        metavar="FILE", show_default=False,
+    )] = None,
     served_model_name: Annotated[str | None, _named(
         "SERVED_MODEL_NAME",
         "Name of the model that clients see.  [default: that on the hub, or the last name of the directory]",

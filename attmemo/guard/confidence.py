@@ -81,3 +81,8 @@ class Sureness:
     def _numbers(self, note: bytes, count: int) -> npt.NDArray[np.float32] | None:
         known = note[:KEY] == self.key and len(note) == KEY + 4 * count
         return np.frombuffer(note, np.float32, offset=KEY) if known else None
+
+
+def known(margin: float) -> float | None:
+    """Return a margin; None: it is not known."""
+    return None if margin != margin else float(margin)

@@ -25,7 +25,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,10 +34,13 @@ from attmemo.forward.engine import Engine
 from attmemo.forward.row_usage import Observed
 from attmemo.forward.stats import Skip
 from attmemo.guard.answers import Answer, Answers, Read
-from attmemo.guard.confidence import Sureness
+from attmemo.guard.change_log import Case, ChangeLog
+from attmemo.guard.confidence import Sureness, known
 from attmemo.guard.deferred import Deferred, Inputs, Model, Part
 from attmemo.guard.guard import Guard
 from attmemo.guard.planner import Asking, GuardedPlanner
+from attmemo.guard.pooled import Pooled
+from attmemo.guard.shadow import Shadow
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.changes import Changes
 from attmemo.kernels.plan import Evidence
@@ -47,8 +49,6 @@ from attmemo.rows.live_store import GrowingRows
 
 _LOG = logging.getLogger("attmemo")
 
-BOTH_WAYS: Final = 32
-"""Batches whose pooled answers are verified by a run of the model too: so many at first, one in so many later."""
 STORED: Final = 1.0
 """Seconds that work for idle times waits for its records to be stored."""
 FAILS: Final = 3
@@ -62,6 +62,7 @@ class Owed:
     answer: Answer  # alone
     changes: Changes
     evidence: int
+    case: Case | None
 
 
 class Guarded:
@@ -80,16 +81,17 @@ class Guarded:
         That of the planner.
     deferred : Deferred
         What is compared while no request runs.
+    shadow, log : Shadow, ChangeLog, optional
+        Counts what would have been reused: all answers are exact then. Has verified answers that had changed.
     """
 
     def __init__(
         self, guard: Guard, answers: Answers, planner: GuardedPlanner, engine: Engine, store: GrowingRows | None,
-        sureness: Sureness, deferred: Deferred,
+        sureness: Sureness, deferred: Deferred, shadow: Shadow | None = None, log: ChangeLog | None = None,
     ) -> None:  # fmt: skip
-        self.guard, self.answers, self.planner = guard, answers, planner
+        self.guard, self.answers, self.planner, self._pooled = guard, answers, planner, Pooled(answers)
         self._engine, self._store, self.sureness = engine, store, sureness
-        self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
-        self.deferred = deferred
+        self.deferred, self.shadow, self._log = deferred, shadow, log
         self.rows_afterwards = 0  # computed to verify answers afterwards
         self._fails = 0  # verifications that failed, one behind the other
 
@@ -103,12 +105,15 @@ class Guarded:
         self.deferred.began()
         try:
             mask, running = mask_in(given), self._engine.current.forward
+            if self.shadow is not None:
+                return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and running is None:
                 tokens = int(mask.count_nonzero())
                 why = self._reason_to_leave(tokens, len(mask))
                 if why is not None:
                     self._engine.counters.skip(why, len(mask))
-                    return self._left(forward, args, kwargs, tokens, mask)
+                    learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
+                    return self._left(forward, args, kwargs, tokens, mask, range(len(mask) if learns else 0))
             return self._guarded(forward, given, args, kwargs)
         finally:
             self.deferred.ended()
@@ -120,21 +125,33 @@ class Guarded:
             return "no_records"
         return planner.reason_to_leave(tokens, self._engine.counters.done.seconds_per_row)
 
+    def _in_shadow(
+        self, shadow: Shadow, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None,
+        whole: bool,
+    ) -> Any:  # fmt: skip
+        """The output of an exact forward; `whole`: it was asked for without reuse, and is tried never."""
+        if mask is None or mask.dim() != 2:
+            with self._engine.open(left=True):
+                return forward(*args, **kwargs)
+        if whole:
+            self._engine.counters.skip("asked_without_reuse", len(mask))
+        places = [] if whole else shadow.choose(len(mask), self.deferred.spare)
+        return self._left(forward, args, kwargs, int(mask.count_nonzero()), mask, places)
+
     def _left(
-        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, mask: Tensor
-    ) -> Any:
-        """The output of a forward that is looked up nowhere. It may be learned from while no request runs."""
-        start, batch = perf_counter(), len(mask)
-        learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= batch
-        inputs = shallow((args, kwargs)) if learns else ((), {})
+        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, mask: Tensor,
+        places: Sequence[int],
+    ) -> Any:  # fmt: skip
+        """The output of a forward that is looked up nowhere; at these places it is tried while no request runs."""
+        start = perf_counter()
+        inputs = shallow((args, kwargs)) if places else ((), {})
         with self._engine.open(left=True):
             output = forward(*args, **kwargs)
-        if learns:
-            self._learn_later(forward, inputs, output, mask, range(batch))
-        seconds = perf_counter() - start
+        if places:
+            self._learn_later(forward, inputs, output, mask, places)
+        self.planner.times.record(tokens, len(mask), seconds := perf_counter() - start, reused=False)
         if self._store is not None:
             self._store.took(seconds)
-        self.planner.times.record(tokens, batch, seconds, reused=False)
         return output
 
     def _guarded(
@@ -209,10 +226,11 @@ class Guarded:
         if not served or asking.plan is None:
             return output
         margins = self.sureness.margins(seen, asking.plan.record)
-        low = self._low(margins, asking, served)
+        low = self.guard.low(margins, asking.plan.evidence) & set(served)
         owed = {
             place: Owed(
-                Answer(seen, place, known(margins[place])).alone, asking.changes(place), asking.evidence(place)
+                Answer(seen, place, known(margins[place])).alone, asking.changes(place), asking.evidence(place),
+                None if self._log is None else Case.of(asking, place, self.planner.index),
             )
             for place in asking.where(Verdict.OWE) if place not in low
         }  # fmt: skip
@@ -231,14 +249,6 @@ class Guarded:
             )  # fmt: skip
         asking.low |= low
         return put(output, again, torch.tensor(places), asking.batch)
-
-    def _low(self, margins: np.ndarray[Any, Any], asking: Asking, places: Sequence[int]) -> set[int]:
-        """Which of these sequences have an answer below the margin."""
-        assert asking.plan is not None
-        evidence, margin = asking.plan.evidence, self.guard.margin
-        least = np.where(evidence == Evidence.FREELY, margin.least_for(True), margin.least_for(False))
-        low = (margins < least) & (evidence != Evidence.SAME)
-        return {place for place in np.flatnonzero(low).tolist() if place in places}
 
     def _learn_later(
         self, forward: Model, inputs: Inputs, output: Any, mask: Tensor, places: Sequence[int],
@@ -301,10 +311,7 @@ class Guarded:
                 asking.changed.add(place)
             verdict = asking.verdicts[place]
             assert verdict is not None
-            if self.guard.compared(
-                verdict, asking.changes(place), asking.evidence(place), known(margins[number]), changed, asking.epoch
-            ):
-                self._tell_alarm()
+            self._compared(asking, place, verdict, known(margins[number]), changed)
         self._fails = 0
 
     def _settle(self, asking: Asking) -> None:
@@ -328,13 +335,16 @@ class Guarded:
         for number, place in enumerate(part.places):
             one = owed[place]
             changed = self.answers.differ(one.answer.read, one.answer.number, found, number)
+            if changed and self._log is not None and one.case is not None:
+                self._log.note(one.case, Verdict.OWE, one.answer.margin, guard.verified.blamed(one.changes), epoch, True)
             if guard.compared(Verdict.OWE, one.changes, one.evidence, one.answer.margin, changed, epoch):
                 self._tell_alarm()
         self._fails = 0
 
     def _learn(self, seen: Read, guard: Guard, part: Part) -> None:
         """Compare answers from records with those that were given, `seen`, which are exact; make records of others."""
-        asking = Asking(tries=True)
+        shadow = self.shadow
+        asking = Asking(tries=True, decides=shadow is not None)
         found, done = self._again(asking, guard, part)
         if found is None or asking.plan is None:
             return
@@ -342,16 +352,31 @@ class Guarded:
         if self._store is not None:
             self._store.keep(list(done.offers.values()), STORED)
         stood, margins = guard.stands, self.sureness.margins(found, asking.plan.record)
+        low = guard.low(margins, asking.plan.evidence)
         for number in sorted(done.served):
             verdict, changed = asking.verdicts[number], self.answers.differ(found, number, seen, part.places[number])
             assert verdict is not None
-            if guard.compared(
-                verdict, asking.changes(number), asking.evidence(number), known(margins[number]), changed, asking.epoch
-            ):
-                self._tell_alarm()
+            if shadow is not None:
+                verdict = shadow.verdict(verdict, asking.evidence(number), number in low, changed)
+            if verdict is not None:
+                self._compared(asking, number, verdict, known(margins[number]), changed)
+        if shadow is not None:
+            shadow.tried += asking.batch
+            asking.serve_only(done.served)
+            for number in asking.exact:
+                guard.take_back(asking.evidence(number), asking.epoch)
         self._fails = 0
         if guard.stands and not stood:
             self.planner.times.try_again()
+
+    def _compared(self, asking: Asking, place: int, verdict: Verdict, margin: float | None, changed: bool) -> None:
+        """Have the guard learn from an answer of a record and the exact one, which was given."""
+        changes, evidence = asking.changes(place), asking.evidence(place)
+        if changed and self._log is not None:
+            case, blamed = Case.of(asking, place, self.planner.index), self.guard.verified.blamed(changes)
+            self._log.note(case, verdict, margin, blamed, asking.epoch, False)
+        if self.guard.compared(verdict, changes, evidence, margin, changed, asking.epoch):
+            self._tell_alarm()
 
     def _again(self, asking: Asking, guard: Guard, part: Part) -> tuple[Read | None, Outcome]:
         """Run a part of a forward again; None: that says nothing, for the model or the guard is another one by now."""
@@ -379,27 +404,16 @@ class Guarded:
         self, forward: Model, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, batch: int,
         beside: Mapping[int, Tensor],
     ) -> Read | None:  # fmt: skip
-        """Answers from last hidden states of records, `beside`, in the order of places; None: they cannot be had.
-
-        Where a model gives out the hidden states of its blocks as they are, and answers are pooled from those, they
-        are pooled here: to run the model for that takes longer than all else that the guard does. The first batches
-        that are verified so, and one in so many later, run the model too. If that gives other answers, all later do.
-        """
+        """Answers from last hidden states of records, `beside`, in the order of places; None: they cannot be had."""
         places = sorted(beside)
         last, mask = torch.stack([beside[place] for place in places]), None if mask is None else mask[places]
-        pooled = None
-        if self._pools and gives_out:
-            pooled = self.answers.read({"last_hidden_state": last}, mask)
-            self._pooled += 1
-            if self._pooled > BOTH_WAYS and self._pooled % BOTH_WAYS:
-                return pooled
-        again, done = self._run(forward, inputs, batch, places, last)
-        if not done.served:  # the blocks were computed anew, and exactly: that proves nothing
-            return None
-        found = self.answers.read(again, mask)
-        if pooled is not None and not torch.equal(pooled.values, found.values):
-            self._pools = False
-        return found
+
+        def by_model() -> Read | None:
+            again, done = self._run(forward, inputs, batch, places, last)
+            # Else the blocks were computed anew, and exactly: that proves nothing.
+            return self.answers.read(again, mask) if done.served else None
+
+        return self._pooled.read(last, mask, gives_out, by_model)
 
     def _whole(self, forward: Model, inputs: tuple[Any, Any], output: Any, asking: Asking) -> Any:
         """The output of a batch whose answers cannot be checked: nothing is served."""
@@ -434,8 +448,3 @@ class Guarded:
         if count := self._engine.counters.failure(what, error, 1):
             debug = _LOG.isEnabledFor(logging.DEBUG)
             _LOG.warning("attmemo: %s: %s (%d so far)", what, error, count, exc_info=debug)
-
-
-def known(margin: float) -> float | None:
-    """Return a margin; None: it is not known."""
-    return None if margin != margin else float(margin)

@@ -28,6 +28,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from attmemo.errors import ArgumentError
 from attmemo.guard.certificate import Certificate, Counts, certifies
 from attmemo.guard.file import NO_SUMS, Learned, Ledger, beyond, joined
@@ -203,6 +206,11 @@ class Guard:
         self._stands = self.certified or (self._stands and self.certificate.affords())
         self._tried = 0 if self._stands else self._tried
         self._dirty = True
+
+    def low(self, margins: npt.NDArray[Any], evidence: npt.NDArray[Any]) -> set[int]:
+        """Return which answers of a batch are too near to another one to be reused: places in these arrays."""
+        least = np.where(evidence == Evidence.FREELY, self.margin.least_for(True), self.margin.least_for(False))
+        return set(np.flatnonzero((margins < least) & (evidence != Evidence.SAME)).tolist())
 
     def is_low(self, margin: float | None, evidence: int) -> bool:
         """Return whether an answer is too near to another one to be reused."""

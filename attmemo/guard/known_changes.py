@@ -131,12 +131,14 @@ class Verified:
                     self._put(other, Mark.VALUE, group)
         self._put_slot(slot)
 
+    def blamed(self, gaps: Gaps) -> set[int]:
+        """Return the slots that are blamed where these changes, together, changed the answer. Changes nothing."""
+        known = {slot: len(self._harmless.get(slot, ())) for slot, *_ in _suspects(gaps)}
+        return {slot for slot, values in known.items() if values == min(known.values())}
+
     def changed(self, gaps: Gaps) -> None:
         """These changes, together, changed the answer: words among them are to blame, or else numbers."""
-        rows = _rows(gaps)
-        suspects = [row for row in rows if row[4]] or rows
-        known = {slot: len(self._harmless.get(slot, ())) for slot, *_ in suspects}
-        blamed = {slot for slot, values in known.items() if values == min(known.values())}
+        suspects, blamed = _suspects(gaps), self.blamed(gaps)
         for slot in blamed:  # once, however many gaps lie in the slot, as those of a time of day do
             self._harm[slot] = self._harm.get(slot, 0) + 1
             self._put_slot(slot)
@@ -204,3 +206,9 @@ def _rows(gaps: Gaps) -> list[tuple[int, int, int, int, int]]:
     """Slot, value, former value, change and kind of each gap."""
     columns = (gaps.slot, gaps.value, gaps.former, gaps.change, gaps.word)
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _suspects(gaps: Gaps) -> list[tuple[int, int, int, int, int]]:
+    """The gaps that may have changed an answer: those of words, or else all."""
+    rows = _rows(gaps)
+    return [row for row in rows if row[4]] or rows

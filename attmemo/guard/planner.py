@@ -34,9 +34,13 @@ class Asking:
         Sequences of it that may be learned from afterwards.
     tries : bool
         In a replay of what was answered exactly: all records are tried, and sequences without one become records.
+    decides : bool
+        In such a replay the guard decides as it would have in the request.
 
     Attributes
     ----------
+    tokens_asked : int32 [sum n]
+        Tokens of its sequences, one behind the other.
     plan : RowPlan or None
         Records of its sequences; None: none was looked up.
     starts : int64 [B + 1]
@@ -50,8 +54,9 @@ class Asking:
         margin; and sequences whose answer a record changed.
     """
 
-    def __init__(self, room: int = 0, spare: int = 0, tries: bool = False) -> None:
-        self.room, self.spare, self.tries = room, spare, tries
+    def __init__(self, room: int = 0, spare: int = 0, tries: bool = False, decides: bool = False) -> None:
+        self.room, self.spare, self.tries, self.decides = room, spare, tries, decides
+        self.tokens_asked: Tokens = np.zeros(0, np.int32)
         self.planned, self.batch = False, 0
         self.tokens = self.sequences = 0  # of the forward
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
@@ -87,6 +92,10 @@ class Asking:
         """Return what changed between a sequence and its record."""
         assert self.plan is not None
         return self.plan.changes.of(sequence)
+
+    def tokens_of(self, sequence: int) -> Tokens:
+        """Return the tokens of a sequence."""
+        return self.tokens_asked[self.starts[sequence] : self.starts[sequence + 1]]
 
     def reused(self, sequence: int) -> Reused:
         """Return how its record would serve a sequence."""
@@ -170,7 +179,7 @@ class GuardedPlanner(RowPlanner):
         candidates = self._candidates(asked)
         looked = perf_counter()
         asking.plan = found = self.planned(asked, candidates)
-        asking.starts = asked.starts
+        asking.starts, asking.tokens_asked = asked.starts, asked.tokens
         asking.epoch, evidence = self.guard.epoch, found.evidence
         most = int(min(self.times.requests, batch)) if self.learns_at_once(asking) else 0
         asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room, most)
@@ -201,9 +210,13 @@ class GuardedPlanner(RowPlanner):
         candidates = self._candidates(asked)
         looked = perf_counter()
         asking.plan = found = self.planned(asked, candidates)
-        asking.starts, asking.epoch = asked.starts, self.guard.epoch
-        asking.verdicts = verdicts = self.guard.try_all(found.evidence.tolist())
-        served = np.array([verdict is not None for verdict in verdicts])
+        asking.starts, asking.tokens_asked, asking.epoch = asked.starts, asked.tokens, self.guard.epoch
+        evidence = found.evidence.tolist()
+        asking.verdicts = verdicts = (
+            self.guard.decide(evidence, firsts_of(asked), room=len(evidence)) if asking.decides
+            else self.guard.try_all(evidence)
+        )  # fmt: skip
+        served = np.array([verdict not in (None, Verdict.LEAVE) for verdict in verdicts])
         self._count(asked, found, served, (start, looked), forward.counters)
         fresh = np.flatnonzero(found.evidence == Evidence.NONE) if self._store is not None else served[:0]
         return plan_of(layer, spans, asked, found, served, _rows_of(asked, fresh))

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -29,6 +30,7 @@ from attmemo.errors import AnswerError, ArgumentError, DatabaseError, DatabaseLo
 from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard.answers import AnswerRule, Answers, is_class_of_first_row
 from attmemo.guard.attack_labels import attack_labels
+from attmemo.guard.change_log import ChangeLog
 from attmemo.guard.check import check_answers
 from attmemo.guard.confidence import KEY, Sureness
 from attmemo.guard.deferred import Deferred
@@ -38,6 +40,7 @@ from attmemo.guard.guard import Guard
 from attmemo.guard.keeper import Keeper
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.rules import digest_of_rules
+from attmemo.guard.shadow import Shadow
 from attmemo.handle.description import describe
 from attmemo.handle.stack import StackMemoization, blocks_of, choose_linear, handle_of, packed_of
 from attmemo.kernels.align import Rule
@@ -86,24 +89,32 @@ class Guarding:
         What an answer is.
     tokenizer
         Tells numbers from words; None: one is looked for.
+    shadow : bool
+        Every answer is exact; what would have been reused is counted.
+    log : ChangeLog or None
+        Has verified answers that had changed.
     """
 
     budget: float
     confidence: float
     answers: Answers
     tokenizer: Any
+    shadow: bool = False
+    log: ChangeLog | None = None
 
     @classmethod
     def of(
-        cls, budget: float | None, confidence: float, answer: AnswerRule, min_cosine: float, tokenizer: Any
-    ) -> Guarding | None:
+        cls, budget: float | None, confidence: float, answer: AnswerRule, min_cosine: float, tokenizer: Any,
+        shadow: bool = False, log_changes: str | os.PathLike[str] | None = None,
+    ) -> Guarding | None:  # fmt: skip
         """From the arguments of `memoize`, checked; None: answers are not guarded. ArgumentError: a wrong argument."""
         answers = Answers(answer, min_cosine)
         check_tokenizer(tokenizer)
         if not budget:
             return None
         Guard(budget, confidence)  # it checks its numbers
-        return cls(budget, confidence, answers, tokenizer)
+        log = None if log_changes is None else ChangeLog(log_changes)
+        return cls(budget, confidence, answers, tokenizer, shadow, log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +247,8 @@ def prepare_rows(
             if growing is not None:
                 growing.know(sureness.of_note)
             guarded = Guarded(
-                planner.guard, guarding.answers, planner, handle.engine, growing, sureness, Deferred(whole)
+                planner.guard, guarding.answers, planner, handle.engine, growing, sureness, Deferred(whole),
+                Shadow() if guarding.shadow else None, guarding.log,
             )  # fmt: skip
             handle.guard(whole, guarded, keeper)
             if chooses:

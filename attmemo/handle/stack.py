@@ -189,14 +189,17 @@ class StackMemoization(Memoization):
             the batch, and ``stored``; ``tokens`` in the store, and those of them that several sequences began with,
             ``common``; its ``bytes`` and ``max_bytes``; None: the blocks are not causal),
             ``rows_afterwards`` (rows computed to verify answers after they were given, never reset), ``guard`` (see
-            docs/guard.md; None without a budget), and ``pays`` (whether guarded forwards take no longer with records
-            than without; None: not known).
+            docs/guard.md; None without a budget), ``shadow`` (in shadow mode what would have become of answers), and
+            ``pays`` (whether guarded forwards take no longer with records than without; None: not known).
         """
         counters = self.engine.counters.copy()
         done = counters.done
         guard = None if self.guarded is None else self.guarded.guard.stats()
         if guard is not None and counters.failed:
             guard["says"] += f"; errors left {counters.failed} sequences exact or unchecked: see failures"
+        shadow = None if self.guarded is None else self.guarded.shadow
+        if guard is not None and shadow is not None:
+            guard["says"] = f"{shadow.sentence}; the guard: {guard['says']}"
         return {
             "enabled": self.enabled,
             "reuse": self.reuse,
@@ -226,6 +229,7 @@ class StackMemoization(Memoization):
             "prefixes": self._prefixes(done.shared, done.stored),
             "rows_afterwards": 0 if self.guarded is None else self.guarded.rows_afterwards,
             "guard": guard,
+            "shadow": None if shadow is None else shadow.stats(),
             "pays": None if self.guarded is None else self.guarded.planner.times.pays,
         }
 
@@ -258,7 +262,8 @@ class StackMemoization(Memoization):
         if types is not None:
             more = [np.int32(TYPES_FROM) * np.asarray(kinds, np.int32) for kinds in types]
             tokens = [own + kinds for own, kinds in zip(tokens, more, strict=True)]
-        if not tokens or not isinstance(self.planner, RowPlanner):
+        in_shadow = self.guarded is not None and self.guarded.shadow is not None
+        if not tokens or in_shadow or not isinstance(self.planner, RowPlanner):
             return [len(sequence) for sequence in tokens]
         try:
             return self.planner.rows_to_compute(tokens, self.engine.counters.copy().done.seconds_per_row)

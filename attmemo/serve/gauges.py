@@ -19,7 +19,7 @@ STATES: Final = {"learning": 0, "certified": 1, "alarm": -1}
 def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
     """Levels by name, each with what it means; None: there is no such number."""
     found = stats_of(service)
-    guard = found.get("guard") or {}
+    guard, shadow = found.get("guard") or {}, found.get("shadow") or {}
     return {
         "te_queue_size": ("Sequences that wait for the model.", service.waiting),
         "attmemo_inside": ("Sequences that were accepted and are not answered.", service.inside),
@@ -39,6 +39,9 @@ def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
             "Tokens recomputed to check answers after they were given.", found.get("rows_afterwards"),
         ),
         "attmemo_guard_changed": ("Of these, answers that had changed.", guard.get("changed")),
+        "attmemo_shadow_tried": ("Exact answers that shadow mode has tried with records.", shadow.get("tried")),
+        "attmemo_shadow_reused": ("Of these, would have been reused.", shadow.get("reused")),
+        "attmemo_shadow_changed": ("Of these, would have been another answer.", shadow.get("changed")),
     }  # fmt: skip
 
 
@@ -76,6 +79,7 @@ def live(service: Service) -> dict[str, Any]:
         "reused": found.get("reused"),
         "repeated": found.get("repeated"),
         "guard": guard,
+        "shadow": found.get("shadow"),
         "database": {
             "records": found.get("records"), "bytes": found.get("record_bytes"),
             "kept_in": "memory" if found.get("folder") is None and found.get("database") is None else "a folder",

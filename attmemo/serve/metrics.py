@@ -103,7 +103,9 @@ class Metrics:
         return Histogram(name, what, registry=self._registry, buckets=SIZES)
 
 
-_RISING: Final = frozenset({"attmemo_reused", "attmemo_repeated"})
+_RISING: Final = frozenset({
+    "attmemo_reused", "attmemo_repeated", "attmemo_shadow_tried", "attmemo_shadow_reused", "attmemo_shadow_changed",
+})  # fmt: skip
 """Of the levels, those that only rise: counters."""
 _LABELS: Final = {"te_request_count": "method", "te_request_success": "method", "te_request_failure": "err"}
 _WHAT: Final = {

@@ -60,7 +60,7 @@ class Settings:
     row_headers : bool
         Response headers say how many tokens were recomputed. This tells a client whether a similar text was there
         before.
-    database, reuse, linear, budget, confidence, min_cosine, threshold, near, max_bytes, fill
+    database, reuse, linear, budget, confidence, min_cosine, threshold, near, max_bytes, fill, shadow, log_changes
         As in `attmemo.memoize`.
     drain_seconds : float
         After SIGTERM, how long ``/health`` says 503 while requests are still taken.
@@ -99,6 +99,8 @@ class Settings:
     near: int | None = None
     max_bytes: int | str | None = None
     fill: bool | str = True
+    shadow: bool = False
+    log_changes: str | None = None
     drain_seconds: float = 1.0
     stop_seconds: float = 30.0
     model_name: str = field(init=False)
@@ -121,7 +123,7 @@ class Settings:
         linear = "exact" if self.linear == "auto" else self.linear
         check_together(
             reuse=self.reuse, database=self.database, fill=self.fill, budget=self.budget, linear=linear,
-            threshold=self.threshold, near=self.near,
+            threshold=self.threshold, near=self.near, shadow=self.shadow, log_changes=self.log_changes,
         )  # fmt: skip
         unguarded = self.reuse in ("none", "maps", "prefix")
         if unguarded or not self.budget:

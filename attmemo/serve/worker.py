@@ -118,6 +118,7 @@ class Worker:
             database=settings.database, reuse=settings.reuse, budget=settings.budget, max_bytes=settings.max_bytes,
             fill=settings.fill, linear=settings.linear, confidence=settings.confidence,
             min_cosine=settings.min_cosine, threshold=settings.threshold, near=settings.near,
+            shadow=settings.shadow, log_changes=settings.log_changes,
         )  # fmt: skip
         self._warm()
         trim()  # what loading and warming took

@@ -37,7 +37,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from attmemo import memoize
-from attmemo.guard import forward as guarded_module
+from attmemo.guard import pooled
 from attmemo.guard.certificate import Counts
 from attmemo.guard.guard import Guard
 from attmemo.guard.time_account import TimeAccount
@@ -376,7 +376,7 @@ class TestVerification:
 
     def forwards(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """How often the model runs in each of some requests that are verified; a verification in two runs it too."""
-        monkeypatch.setattr(guarded_module, "BOTH_WAYS", 2)
+        monkeypatch.setattr(pooled, "BOTH_WAYS", 2)
         run(model, BASE)
         calls: list[int] = []
         model.embeddings.register_forward_hook(lambda *_: calls.append(1))
