@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from attmemo.cli import advise, bench, build, changes, demo, doctor, families, filling, generate, look, measure
+from attmemo.cli import advise, bench, build, changes, demo, doctor, drill, families, filling, generate, look, measure
 from attmemo.cli.serve import serve
 
 HELP = """Faster transformer encoders on CPU servers: no padding, and what was computed before is not computed
@@ -99,6 +99,7 @@ app.command("doctor", rich_help_panel=START)(doctor.doctor)
 app.command("advise", rich_help_panel=START)(advise.advise)
 app.command("families", rich_help_panel=START)(families.families)
 app.command("serve", rich_help_panel=SERVE)(serve)
+app.command("drill", rich_help_panel=SERVE)(drill.drill)
 app.command("changes", rich_help_panel=SERVE)(changes.changes)
 app.command("inspect", rich_help_panel=DATABASES)(look.inspect)
 app.command("check", rich_help_panel=DATABASES)(look.check)

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from attmemo.serve import routes_classify, routes_embed, routes_texts
 from attmemo.serve.answers import Info
-from attmemo.serve.gauges import live
-from attmemo.serve.http import StateRoute, check_key, handler, refuse, reply
+from attmemo.serve.gauges import live, stats_of
+from attmemo.serve.http import GUARD_HEADER, StateRoute, check_key, handler, refuse, reply
 from attmemo.serve.model import own_labels
 from attmemo.serve.openapi import PATH, describe
 from attmemo.serve.refusal import Refusal
@@ -89,7 +89,8 @@ def state_routes(service: Service) -> list[StateRoute]:
 
     async def health() -> Response:
         if await service.healthy():
-            return Response()
+            guard = stats_of(service).get("guard")
+            return Response(headers=None if guard is None else {GUARD_HEADER: guard["state"]})
         return refuse(Refusal("unhealthy", "unhealthy"))
 
     async def home() -> Response:

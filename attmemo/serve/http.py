@@ -27,6 +27,7 @@ from attmemo.serve.service import SMALL, Done, Service
 LOG = logging.getLogger("attmemo.serve")
 JSON = "application/json"
 REUSE_HEADER = "x-attmemo-reuse"
+GUARD_HEADER = "x-attmemo-guard"
 _NONE = Response()
 
 Work = Callable[[Any, Request], Awaitable[Response]]
