@@ -70,9 +70,9 @@ class ChangeLog:
             raise ArgumentError(what, "name a file in a folder that can be written") from error
 
     def note(
-        self, case: Case, verdict: Verdict, margin: float | None, blamed: set[int], epoch: int, given: bool
+        self, case: Case, verdict: Verdict, margin: float | None, blamed: set[int], epoch: int, given: bool = False
     ) -> None:
-        """Write a line. A file that cannot be written is told once; it costs no answer."""
+        """Write a line; `given`: the answer was given. A file that cannot be written is told once."""
         line = {
             "time": round(time.time(), 3), "tokens": case.tokens, "record": case.record,
             "record_tokens": case.record_tokens, "margin": margin, "evidence": case.evidence,

@@ -336,15 +336,15 @@ class Guarded:
             one = owed[place]
             changed = self.answers.differ(one.answer.read, one.answer.number, found, number)
             if changed and self._log is not None and one.case is not None:
-                self._log.note(one.case, Verdict.OWE, one.answer.margin, guard.verified.blamed(one.changes), epoch, True)
+                blamed = guard.verified.blamed(one.changes)
+                self._log.note(one.case, Verdict.OWE, one.answer.margin, blamed, epoch, given=True)
             if guard.compared(Verdict.OWE, one.changes, one.evidence, one.answer.margin, changed, epoch):
                 self._tell_alarm()
         self._fails = 0
 
     def _learn(self, seen: Read, guard: Guard, part: Part) -> None:
         """Compare answers from records with those that were given, `seen`, which are exact; make records of others."""
-        shadow = self.shadow
-        asking = Asking(tries=True, decides=shadow is not None)
+        asking = Asking(tries=True, decides=(shadow := self.shadow) is not None)
         found, done = self._again(asking, guard, part)
         if found is None or asking.plan is None:
             return
@@ -373,8 +373,8 @@ class Guarded:
         """Have the guard learn from an answer of a record and the exact one, which was given."""
         changes, evidence = asking.changes(place), asking.evidence(place)
         if changed and self._log is not None:
-            case, blamed = Case.of(asking, place, self.planner.index), self.guard.verified.blamed(changes)
-            self._log.note(case, verdict, margin, blamed, asking.epoch, False)
+            case = Case.of(asking, place, self.planner.index)
+            self._log.note(case, verdict, margin, self.guard.verified.blamed(changes), asking.epoch)
         if self.guard.compared(verdict, changes, evidence, margin, changed, asking.epoch):
             self._tell_alarm()
 
