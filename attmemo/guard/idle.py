@@ -26,10 +26,10 @@ LONG: Final = 0.1
 """Seconds without a request after which work may begin whatever is expected."""
 GAPS: Final = 8
 """Pauses between requests that tell how long the next one is: the second shortest of them."""
-PARTS: Final = 4
-"""Parts of work that tell how long the next one takes at least: the shortest of them."""
 FIRST: Final = 0.01
-"""Seconds that the first part is expected to take."""
+"""Seconds that the first part is expected to take; later as many as the last one took."""
+FADES: Final = 0.95
+"""With each request a part is expected to take so many times as long: else one that took too long would be the last."""
 NICE: Final = 5
 """Added to the thread's nice value: what else runs gets three quarters of a core that both want."""
 _LOOK: Final = 0.005  # seconds between two looks whether work may begin: requests that come and go wake nothing
@@ -68,7 +68,7 @@ class Idle:
     def _begin(self) -> None:
         self._running, self._ended = 0, monotonic()
         self._gaps: deque[float] = deque(maxlen=GAPS)
-        self._parts: deque[float] = deque(maxlen=PARTS)
+        self._takes = FIRST  # seconds that a part is expected to take
         self._signal = _Signal()
         self._thread: threading.Thread | None = None
         self._part = threading.Lock()  # held while a part is done, and while a fork is made
@@ -87,6 +87,7 @@ class Idle:
             if not self._running:
                 self._gaps.append(monotonic() - self._ended)
             self._running += 1
+            self._takes *= FADES
 
     def ended(self) -> None:
         """A request has ended."""
@@ -114,7 +115,7 @@ class Idle:
             passed = monotonic() - self._ended
             if self._running or passed < self._quiet:
                 return self._quiet if self._running else self._quiet - passed
-            if passed + min(self._parts, default=FIRST) <= self._expected:
+            if passed + self._takes <= self._expected:
                 return 0.0
             return max(max(LONG, self._quiet) - passed, 0.0)
 
@@ -130,7 +131,7 @@ class Idle:
             with self._lock:
                 left = max(self._ended + self._expected - start, 0.0)
             more = work is not None and work(left)
-            self._parts.append(monotonic() - start)
+            self._takes = monotonic() - start
             return more
 
     def close(self) -> None:

@@ -95,6 +95,17 @@ def test_work_begins_early_only_if_it_will_end_before_the_next_request(monkeypat
         assert worker.idle.wait() == pytest.approx(LONG - 0.003), "pauses are not known, or often shorter"
 
 
+def test_a_part_that_took_longer_than_all_pauses_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 0.002)
+    clock = Clock(monkeypatch)
+    worker = after_requests(clock, [0.04] * GAPS, 0.2)
+    clock.now += 0.003
+    assert worker.idle.wait() > 0.0
+    worker = after_requests(clock, [0.04] * 5 * GAPS, 0.2)
+    clock.now += 0.003
+    assert worker.idle.wait() == 0.0
+
+
 def test_work_is_done_on_one_core_and_others_go_first() -> None:
     worker, seen = Worker(), list[tuple[int, int]]()
 
