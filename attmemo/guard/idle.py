@@ -29,7 +29,7 @@ GAPS: Final = 8
 FIRST: Final = 0.01
 """Seconds that the first part is expected to take; later as many as the last one took."""
 FADES: Final = 0.95
-"""With each request a part is expected to take so many times as long: else one that took too long would be the last."""
+"""With each request a part is expected to take so many times as long: one that took too long is not the last."""
 NICE: Final = 5
 """Added to the thread's nice value: what else runs gets three quarters of a core that both want."""
 _LOOK: Final = 0.005  # seconds between two looks whether work may begin: requests that come and go wake nothing
