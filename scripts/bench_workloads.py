@@ -36,8 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "budget at half load": {"budget": 0.01},
 }
 HALF = " at half load"
-TURN = 1.0
-"""Seconds of exact requests, about, that a way answers before it is another one's turn."""
+TURN = 0.15
+"""Seconds of exact requests, about, that a way answers before it is another one's turn: a machine's speed may change
+within seconds."""
 HALVES = ("first half", "second half")
 
 
@@ -138,7 +139,7 @@ def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[st
         for name in ways if done % 2 else ways[::-1]:
             running[name].ask(turn, statistics.median(exact.seconds or [0.03]))
         done = turn.stop
-        each = max(4, round(TURN / statistics.median(exact.seconds))) | 1  # odd: ways take turns in beginning, too
+        each = round(TURN / statistics.median(exact.seconds)) | 1  # odd: ways take turns in beginning, too
     parts = dict(zip(HALVES, (slice(0, count // 2), slice(count // 2, count)), strict=True))
     found: dict[str, Any] = {"requests": count, "tokens": sum(exact.tokens)}
     for name, way in running.items():
