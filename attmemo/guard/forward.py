@@ -121,7 +121,9 @@ class Guarded:
     def _reason_to_leave(self, tokens: int, batch: int) -> Skip | None:
         """Why a forward is left to the blocks; None: it is looked up."""
         planner = self.planner
-        if not planner.times.always and not len(planner.index) and self.deferred.spare >= batch:
+        times = planner.times
+        # Until there are records, a forward is looked up to make some: where that is paid for, and no pause does it.
+        if not (times.always or len(planner.index) or (times.learns and self.deferred.spare < batch)):
             return "no_records"
         return planner.reason_to_leave(tokens, self._engine.counters.done.seconds_per_row)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from time import perf_counter
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from attmemo.kernels.plan import Evidence, RowPlan
 from attmemo.models import Call, Spans
 from attmemo.rows.index import Candidates, TokenIndex
 from attmemo.rows.planner import Asked, Flags, Ints, RowPlanner, plan_of
+
+FIRST: Final = 4
+"""Sequences of a forward that may become records before it is known what a request takes."""
 
 
 class Asking:
@@ -190,7 +193,7 @@ class GuardedPlanner(RowPlanner):
         if most or self.times.balance is None:
             places = np.flatnonzero(~served & (evidence != Evidence.ROUNDED))
             places = places[np.argsort(evidence[places], kind="stable")]  # with nothing alike in the store first
-            places = places[: most or batch]
+            places = places[: most or FIRST]
             count = 0 if self._store is None else self._store.admit(asked.lengths[places])
             admitted = _rows_of(asked, places[:count])
         return plan_of(layer, spans, asked, found, served, admitted, beside)
