@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -40,7 +41,10 @@ class Case:
         """The case of a sequence of a forward."""
         assert asking.plan is not None
         record = int(asking.plan.record[place])
-        donor = digest(index.tokens_of(record)) if record in index else ""
+        try:
+            donor = digest(index.tokens_of(record)) if record in index else ""
+        except KeyError:  # it went meanwhile
+            donor = ""
         return cls(digest(asking.tokens_of(place)), record, donor, asking.evidence(place).name.lower())
 
 
@@ -100,6 +104,8 @@ class ChangeLog:
                 if os.path.exists(self.path) and os.path.samestat(os.fstat(file), os.stat(self.path)):
                     os.replace(self.path, f"{self.path}.1")  # else another process did so
             finally:
+                with suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile holds the file too
                 os.close(file)
 
 

@@ -12,14 +12,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from attmemo.forward.batch_slices import take
+from attmemo.guard.answers import Answer
 from attmemo.guard.idle import Idle
+from attmemo.kernels.changes import Changes
 from attmemo.system.locking import ThreadLock
+
+if TYPE_CHECKING:
+    from attmemo.guard.change_log import Case
 
 Model = Callable[..., Any]
 """The `forward` of a whole model, head and all."""
@@ -60,6 +65,16 @@ class Part:
         chosen, batch = torch.arange(first, min(stop, len(self.places))), len(self.places)
         mask = None if self.mask is None else self.mask[chosen]
         return replace(self, inputs=take(self.inputs, chosen, batch), mask=mask, places=self.places[first:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """An answer that is compared later."""
+
+    answer: Answer  # alone
+    changes: Changes
+    evidence: int
+    case: Case | None
 
 
 class Deferred:
@@ -107,7 +122,7 @@ class Deferred:
         stamp = self._stamp.now() if self.model is not None and places else None
         if stamp is not None:
             chosen = torch.tensor(places)
-            own = take(inputs, chosen, batch), None if mask is None else mask[chosen]
+            own = take(_owned(inputs, batch), chosen, batch), None if mask is None else mask[chosen]
             with self._lock:
                 self._parts.append(Part(forward, *own, places, stamp, compare))
                 self._sequences += len(places)
@@ -118,10 +133,12 @@ class Deferred:
             self._compare(part)
 
     def forget(self) -> None:
-        """Let nothing wait any more."""
+        """Let nothing wait any more, once the part is done that is compared now."""
         with self._lock:
             self._parts.clear()
             self._sequences = 0
+        with self._paying:
+            pass
 
     def close(self) -> None:
         """Let nothing wait, and end the thread."""
@@ -166,12 +183,23 @@ class Deferred:
 
     def _compare(self, part: Part) -> None:
         with self._paying:
-            if self.is_current(part):
+            if not any(self._hooks) and self.is_current(part):
                 part.compare(part)
 
     def is_current(self, part: Part) -> bool:
         """Whether the model is as it was when the part came."""
         return part.stamp == self._stamp.anew()
+
+
+def _owned(value: Any, batch: int) -> Any:
+    """The same arguments; tensors that `take` leaves as they are, copied: their caller may write into them."""
+    if isinstance(value, Tensor):
+        return value if value.dim() and value.shape[0] == batch else value.clone()
+    if isinstance(value, dict):
+        return {name: _owned(item, batch) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_owned(item, batch) for item in value)
+    return value
 
 
 class Stamp:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, Final
@@ -36,13 +35,12 @@ from attmemo.forward.stats import Skip
 from attmemo.guard.answers import Answer, Answers, Read
 from attmemo.guard.change_log import Case, ChangeLog
 from attmemo.guard.confidence import Sureness, known
-from attmemo.guard.deferred import Deferred, Inputs, Model, Part
+from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part
 from attmemo.guard.guard import Guard
 from attmemo.guard.planner import Asking, GuardedPlanner
 from attmemo.guard.pooled import Pooled
 from attmemo.guard.shadow import Shadow
 from attmemo.guard.verdict import Verdict
-from attmemo.kernels.changes import Changes
 from attmemo.kernels.plan import Evidence
 from attmemo.rows.candidate import Offer
 from attmemo.rows.live_store import GrowingRows
@@ -53,16 +51,6 @@ STORED: Final = 1.0
 """Seconds that work for idle times waits for its records to be stored."""
 FAILS: Final = 3
 """Verifications that fail, one behind the other, before there is an alarm."""
-
-
-@dataclass(frozen=True, slots=True)
-class Owed:
-    """An answer that is compared later."""
-
-    answer: Answer  # alone
-    changes: Changes
-    evidence: int
-    case: Case | None
 
 
 class Guarded:
@@ -102,9 +90,12 @@ class Guarded:
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("labels") is not None:  # a loss is one number for a batch: no part of it can be computed again
             return forward(*args, **kwargs)
+        running = self._engine.current.forward
+        if running is not None and running.repeats:  # a part of a request that was counted
+            return forward(*args, **kwargs)
         self.deferred.began()
         try:
-            mask, running = mask_in(given), self._engine.current.forward
+            mask = mask_in(given)
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and running is None:
@@ -145,12 +136,12 @@ class Guarded:
         places: Sequence[int],
     ) -> Any:  # fmt: skip
         """The output of a forward that is looked up nowhere; at these places it is tried while no request runs."""
-        start = perf_counter()
+        start, guard = perf_counter(), self.guard
         inputs = shallow((args, kwargs)) if places else ((), {})
         with self._engine.open(left=True):
             output = forward(*args, **kwargs)
         if places:
-            self._learn_later(forward, inputs, output, mask, places)
+            self._learn_later(forward, inputs, output, mask, places, guard)
         self.planner.times.record(tokens, len(mask), seconds := perf_counter() - start, reused=False)
         if self._store is not None:
             self._store.took(seconds)
@@ -215,7 +206,7 @@ class Guarded:
             if mask is not None and not self.planner.learns_at_once(asking) and self.guard.learns:
                 left = [place for place, one in enumerate(asking.verdicts)
                         if one is Verdict.LEAVE or (one is None and place not in done.offers)]  # fmt: skip
-                self._learn_later(forward, inputs, output, mask, left, seen)
+                self._learn_later(forward, inputs, output, mask, left, self.guard, seen)
         except Exception as error:
             self._unverified(error)
         return output
@@ -236,35 +227,40 @@ class Guarded:
             )
             for place in asking.where(Verdict.OWE) if place not in low
         }  # fmt: skip
+        # First all that can fail, then what is counted: after an error nothing is served, and all is taken back.
+        if low:
+            places = sorted(low)
+            again, _ = self._run(forward, inputs, asking.batch, places)
+            exact = self.answers.read(again, None if mask is None else mask[places])
+            changed = [self.answers.differ(seen, place, exact, number) for number, place in enumerate(places)]
+            output = put(output, again, torch.tensor(places), asking.batch)
+            for place, differs in zip(places, changed, strict=True):
+                self.guard.compared(
+                    Verdict.SERVE, asking.changes(place), asking.evidence(place), known(margins[place]), differs,
+                    asking.epoch,
+                )  # fmt: skip
+            asking.low |= low
         if owed:
             compare = partial(self._compare_owed, owed, self.guard, asking.epoch)
             self._defer(forward, inputs, mask, list(owed), asking.batch, compare)
-        if not low:
-            return output
-        places = sorted(low)
-        again, _ = self._run(forward, inputs, asking.batch, places)
-        exact = self.answers.read(again, None if mask is None else mask[places])
-        for number, place in enumerate(places):
-            self.guard.compared(
-                Verdict.SERVE, asking.changes(place), asking.evidence(place), known(margins[place]),
-                self.answers.differ(seen, place, exact, number), asking.epoch,
-            )  # fmt: skip
-        asking.low |= low
-        return put(output, again, torch.tensor(places), asking.batch)
+        return output
 
     def _learn_later(
         self, forward: Model, inputs: Inputs, output: Any, mask: Tensor, places: Sequence[int],
-        seen: Read | None = None,
+        guard: Guard, seen: Read | None = None,
     ) -> None:  # fmt: skip
-        """Have records tried, and made, of sequences that were answered exactly; `seen`: the answers, if known."""
-        if has_loss(output):
+        """Have records tried, and made, of sequences that were answered exactly; `seen`: the answers, if known.
+
+        `guard`: that of the time before the forward.
+        """
+        if has_loss(output) or torch.is_autocast_enabled("cpu"):  # blocks of another arithmetic gave the answer
             return
         try:
             seen = seen or self.answers.read(output, mask)
         except Exception as error:
             self._failed("an answer could not be read", error)
             return
-        self._defer(forward, inputs, mask, places, len(mask), partial(self._learn, seen, self.guard))
+        self._defer(forward, inputs, mask, places, len(mask), partial(self._learn, seen, guard))
 
     def _defer(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
@@ -313,7 +309,7 @@ class Guarded:
                 asking.changed.add(place)
             verdict = asking.verdicts[place]
             assert verdict is not None
-            self._compared(asking, place, verdict, known(margins[number]), changed)
+            self._compared(asking, place, verdict, known(margins[number]), changed, self.guard)
         self._fails = 0
 
     def _settle(self, asking: Asking) -> None:
@@ -361,7 +357,7 @@ class Guarded:
             if shadow is not None:
                 verdict = shadow.verdict(verdict, asking.evidence(number), number in low, changed)
             if verdict is not None:
-                self._compared(asking, number, verdict, known(margins[number]), changed)
+                self._compared(asking, number, verdict, known(margins[number]), changed, guard)
         if shadow is not None:
             shadow.tried += asking.batch
             asking.serve_only(done.served)
@@ -371,13 +367,15 @@ class Guarded:
         if guard.stands and not stood:
             self.planner.times.try_again()
 
-    def _compared(self, asking: Asking, place: int, verdict: Verdict, margin: float | None, changed: bool) -> None:
-        """Have the guard learn from an answer of a record and the exact one, which was given."""
+    def _compared(
+        self, asking: Asking, place: int, verdict: Verdict, margin: float | None, changed: bool, guard: Guard
+    ) -> None:
+        """Have a guard learn from an answer of a record and the exact one, which was given."""
         changes, evidence = asking.changes(place), asking.evidence(place)
         if changed and self._log is not None:
             case = Case.of(asking, place, self.planner.index)
-            self._log.note(case, verdict, margin, self.guard.verified.blamed(changes), asking.epoch)
-        if self.guard.compared(verdict, changes, evidence, margin, changed, asking.epoch):
+            self._log.note(case, verdict, margin, guard.verified.blamed(changes), asking.epoch)
+        if guard.compared(verdict, changes, evidence, margin, changed, asking.epoch):
             self._tell_alarm()
 
     def _again(self, asking: Asking, guard: Guard, part: Part) -> tuple[Read | None, Outcome]:
@@ -389,7 +387,7 @@ class Guarded:
         try:
             with torch.no_grad(), self._replay(asking, observed=observed) as opened:
                 output = part.forward(*args, **kwargs)
-            if not asking.planned or asking.twice or not self.deferred.is_current(part):
+            if asking.twice or not (asking.planned and guard is self.guard and self.deferred.is_current(part)):
                 return None, NOTHING
             return self.answers.read(output, part.mask), opened.outcome
         finally:

@@ -22,6 +22,8 @@ from attmemo.models import Call, Spans
 from attmemo.rows.index import Candidates, TokenIndex
 from attmemo.rows.planner import Asked, Flags, Ints, RowPlanner, plan_of
 
+REMEMBERED: Final = 1 << 14
+"""Inputs that count once, if they are tried while no request runs."""
 FIRST: Final = 4
 """Sequences of a forward that may become records before it is known what a request takes."""
 
@@ -147,6 +149,7 @@ class GuardedPlanner(RowPlanner):
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=False)  # the account says what pays
         self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store
+        self._tried_before: set[int] = set()  # hashes of inputs whose records were tried while no request ran
         self.times = TimeAccount(always=not gated)
         if store is not None:
             store.pay_from(self.times)
@@ -217,12 +220,25 @@ class GuardedPlanner(RowPlanner):
         evidence = found.evidence.tolist()
         asking.verdicts = verdicts = (
             self.guard.decide(evidence, firsts_of(asked), room=len(evidence)) if asking.decides
-            else self.guard.try_all(evidence)
+            else self._without_known(asked, self.guard.try_all(evidence))
         )  # fmt: skip
         served = np.array([verdict not in (None, Verdict.LEAVE) for verdict in verdicts])
         self._count(asked, found, served, (start, looked), forward.counters)
         fresh = np.flatnonzero(found.evidence == Evidence.NONE) if self._store is not None else served[:0]
         return plan_of(layer, spans, asked, found, served, _rows_of(asked, fresh))
+
+    def _without_known(self, asked: Asked, verdicts: list[Verdict | None]) -> list[Verdict | None]:
+        """Leave out inputs that were tried before: they would say the same again, and are no samples."""
+        starts = asked.starts.tolist()
+        for place, verdict in enumerate(verdicts):
+            key = hash(asked.tokens[starts[place] : starts[place + 1]].tobytes())
+            if verdict is not None and key in self._tried_before:
+                verdicts[place] = None
+            elif verdict is not None:
+                if len(self._tried_before) >= REMEMBERED:
+                    self._tried_before.clear()
+                self._tried_before.add(key)
+        return verdicts
 
     def _pays(self, tokens: int) -> bool:
         return self.times.ask(tokens)
@@ -238,6 +254,7 @@ class GuardedPlanner(RowPlanner):
     def begin_anew(self, guard: Guard) -> None:
         """Ask this guard from now on, and time forwards anew."""
         self.guard = guard
+        self._tried_before.clear()
         self.times = TimeAccount(self.times.always)
         if self._store is not None:
             self._store.pay_from(self.times)

@@ -108,15 +108,15 @@ class StackMemoization(Memoization):
         self.planner.begin_anew(guard)
 
     def disable(self, seconds: float = 60.0) -> None:
-        super().disable(seconds)
         if self.deferred is not None:
             self.deferred.forget()
+        super().disable(seconds)
 
     def undo(self) -> None:
         """Disable for good, give windows back, and keep what the guard has learned."""
-        super().undo()
         if self.deferred is not None:
             self.deferred.close()
+        super().undo()
         if self._keeper is not None:
             self._keeper.close()
 

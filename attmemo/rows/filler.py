@@ -121,6 +121,9 @@ class Filler(Generic[Item]):
     def store(self, items: Sequence[Item], sizes: Sequence[int], seconds: float) -> bool:
         """Hand over however much it is, and wait until it is stored; False: it takes longer."""
         with self._changed:
+            if self._closed:
+                self._leave_out(len(items))
+                return False
             self._put(items, sizes)
         return self.flush(seconds)
 

@@ -321,6 +321,14 @@ class TestDeferred:
         assert own._compare_one(0.0)
         assert [len(part.places) for part in seen] == [8, IN_A_PAUSE, AT_ONCE]
 
+    def test_what_all_sequences_share_is_copied_too(self) -> None:
+        model, own, seen = self.made()
+        shared = torch.ones(1, 4)
+        own.add(model, ((torch.ones(2, 4),), {"position_ids": shared}), None, [0, 1], 2, seen.append)
+        shared.zero_()
+        own.compare_all()
+        assert seen[0].inputs[1]["position_ids"].sum() == 4
+
     def test_what_the_caller_writes_into_its_arguments_afterwards_is_not_seen(self) -> None:
         model, own, seen = self.made()
         given = torch.ones(2, 4)
@@ -392,6 +400,33 @@ class TestLearned:
         assert 0 < after["rows_afterwards"] < sum(LENGTHS), "what changed was computed again, and nothing else"
         assert not after["failures"]
 
+    def test_an_input_that_is_asked_again_is_no_second_sample(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = self.learning(case, monkeypatch)
+        for inputs in (BOTH, BOTH, rows_of(BOTH, 0, 0, 1)):
+            ask(model, inputs)
+            assert model.attmemo.flush()
+        assert guard_of(model)["verified"] <= len(LENGTHS)
+
+    def test_nothing_is_learned_under_autocast(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There the original code computes in another type."""
+        model = self.learning(case, monkeypatch)
+        with torch.autocast("cpu", torch.bfloat16):
+            ask(model, BOTH)
+        assert not model.attmemo.deferred
+
+    def test_a_hook_that_came_since_sees_no_other_requests(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, seen = self.learning(case, monkeypatch), list[int]()
+        ask(model, BOTH)
+        hook = model.get_input_embeddings().register_forward_hook(lambda *given: seen.append(1))
+        assert model.attmemo.flush()
+        assert not seen
+        assert guard_of(model)["verified"] == 0
+        hook.remove()
+
     def test_inputs_with_nothing_alike_become_records(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         model = self.learning(case, monkeypatch)
         records = model.attmemo.stats()["records"]
@@ -421,6 +456,7 @@ class TestLearned:
         monkeypatch.setattr(model.attmemo.guarded.answers, "differ", lambda *_: False)
         turns = 0
         while not guard.stands and turns < 100:
+            model.attmemo.planner._tried_before.clear()  # else an input counts once
             ask(model, BOTH)
             assert model.attmemo.flush()
             turns += 1
