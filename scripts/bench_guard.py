@@ -116,7 +116,7 @@ class Served:
                 linear="exact")  # fmt: skip
         memoize(exact, reuse="none")
         handle: Any = model.attmemo
-        handle.guarded.idle.close()  # later requests verify: else numbers would depend on when this machine rests
+        handle.deferred.idle.close()  # later requests verify: else numbers would depend on when this machine rests
         handle.guard_anew(kind(BUDGET, 0.95, seed=seed))
         return cls(model, exact, tokenizer, answers)
 

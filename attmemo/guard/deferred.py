@@ -112,7 +112,7 @@ class Deferred:
     @property
     def spare(self) -> int:
         """Sequences that may wait to be learned from."""
-        return max(self.room - MOST // 2, 0)
+        return spare_of(self.room)
 
     def add(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
@@ -200,6 +200,11 @@ def _owned(value: Any, batch: int) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_owned(item, batch) for item in value)
     return value
+
+
+def spare_of(room: int) -> int:
+    """Return how many sequences may wait to be learned from, where so many may wait."""
+    return max(room - MOST // 2, 0)
 
 
 class Stamp:

@@ -35,7 +35,7 @@ from attmemo.forward.stats import Skip
 from attmemo.guard.answers import Answer, Answers, Read
 from attmemo.guard.change_log import Case, ChangeLog
 from attmemo.guard.confidence import Sureness, known
-from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part
+from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part, spare_of
 from attmemo.guard.guard import Guard
 from attmemo.guard.planner import Asking, GuardedPlanner
 from attmemo.guard.pooled import Pooled
@@ -153,7 +153,7 @@ class Guarded:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
         start = perf_counter()
-        asking = Asking(self.deferred.room, self.deferred.spare)
+        asking = Asking(room := self.deferred.room, spare_of(room))
         with self._engine.open(asking=asking) as opened:
             try:
                 output = forward(*args, **kwargs)
@@ -284,10 +284,10 @@ class Guarded:
         if self._store is None:
             return
         self._store.took(seconds)
-        unsure = [place for place in offers if asking.evidence(place) is Evidence.UNSURE]
-        for place in {*unsure, *asking.served, *asking.where(Verdict.SAMPLE)} - asking.changed:
-            if place in offers:
-                offers[place].spare = True
+        spared = {Verdict.SERVE, Verdict.OWE, Verdict.SAMPLE}
+        for place in offers.keys() - asking.changed:
+            verdict = asking.verdicts[place] if asking.verdicts else None
+            offers[place].spare |= asking.evidence(place) is Evidence.UNSURE or verdict in spared
         self._store.offer(list(offers.values()))
 
     def _verify(

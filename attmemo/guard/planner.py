@@ -80,7 +80,7 @@ class Asking:
     @property
     def served(self) -> list[int]:
         """Sequences with answers from records."""
-        return self.where(Verdict.SERVE, Verdict.OWE)
+        return [place for place, one in enumerate(self.verdicts) if one is Verdict.SERVE or one is Verdict.OWE]
 
     def serve_only(self, sequences: Set[int]) -> None:
         """Note that of the sequences that were to be served only these were; the others were computed exactly."""

@@ -58,11 +58,11 @@ class Changes:
         """The gaps of one sequence."""
         first, last = np.searchsorted(self.sequence, [sequence, sequence + 1])
         part = slice(int(first), int(last))
-        return Changes(*(column[part] for column in self.columns))
+        return Changes(*[column[part] for column in self.columns])
 
     def first(self, count: int) -> Changes:
         """So many gaps from the start."""
-        return Changes(*(column[:count] for column in self.columns))
+        return Changes(*[column[:count] for column in self.columns])
 
     @property
     def columns(self) -> tuple[npt.NDArray[Any], ...]:

@@ -190,7 +190,7 @@ def memoize_rows(
         loaded.model, database=":memory:", reuse="rows", budget=budget, answer=rule, min_cosine=MIN_COSINE,
         tokenizer=loaded.tokenizer, linear=linear,
     )  # fmt: skip
-    model.attmemo.guarded.idle.close()  # else it would verify while other paths are timed
+    model.attmemo.deferred.idle.close()  # else it would verify while other paths are timed
     return model.attmemo
 
 

@@ -116,7 +116,7 @@ class TestWork:
         assert {*measured, *(row[named] for row in found["rows"])} <= set(out.split())
 
     def test_bench_of_rows_refuses_a_family_without_blocks(self) -> None:
-        said = refuse("bench", "rows", "--family", "albert", "--hidden", "32", "--heads", "2", "--length", "16")
+        said = refuse("bench", "rows", "--family", "gpt2", "--hidden", "32", "--heads", "2", "--length", "16")
         assert "cannot run the blocks" in said
 
     def test_bench_of_a_shape_that_is_none(self) -> None:

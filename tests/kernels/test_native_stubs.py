@@ -15,6 +15,7 @@ EXTENSIONS = [
     "kernels._cache_attention",
     "kernels._chain",
     "kernels._changes",
+    "kernels._decode",
     "kernels._embed",
     "kernels._linear",
     "kernels._map_product",
