@@ -90,14 +90,16 @@ def _draw_speed(axes: Axes, windows: Sequence[Sequence[Lap]]) -> None:
 
 def _draw_shares(axes: Axes, windows: Sequence[Sequence[Lap]]) -> None:
     ends, blue = _ends(windows), color_of(ROWS)  # all of it is about reuse
-    axes.set_prop_cycle(marker=["o" if len(ends) <= FEW else ""])
+    marker = "o" if len(ends) <= FEW else ""
     tokens, texts = ([sum(getattr(lap, what) for lap in w) for w in windows] for what in ("tokens", "texts"))
     rows, served = ([sum(getattr(lap, what) for lap in w) for w in windows] for what in ("rows", "served"))
     differ = accumulate(sum(lap.changed[ROWS] for lap in window) for window in windows)
-    axes.plot(ends, [a / b for a, b in zip(rows, tokens, strict=True)], color=blue, label="tokens recomputed")
+    recomputed = [a / b for a, b in zip(rows, tokens, strict=True)]
+    axes.plot(ends, recomputed, color=blue, label="tokens recomputed", marker=marker)
     lines = [a / b for a, b in zip(served, texts, strict=True)]
-    axes.plot(ends, lines, color=blue, linestyle="--", linewidth=1.2, label="lines reused")
-    axes.plot(ends, [a / b for a, b in zip(differ, ends, strict=True)], color=RED, label="changed, so far")
+    axes.plot(ends, lines, color=blue, linestyle="--", linewidth=1.2, label="lines reused", marker=marker)
+    changed = [a / b for a, b in zip(differ, ends, strict=True)]
+    axes.plot(ends, changed, color=RED, label="changed, so far", marker=marker)
     axes.set_ylim(bottom=0.0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("lines")

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -47,7 +47,7 @@ from attmemo.profiler.race import (
     samples_needed,
     standing,
 )
-from attmemo.profiler.way_plots import color_of, windows_of
+from attmemo.profiler.way_plots import color_of, draw_demo, windows_of
 
 
 def run(*args: str | Path) -> Any:
@@ -462,3 +462,16 @@ def test_standard_input_is_read_by_the_command(encoder: str, tmp_path: Path) -> 
         [sys.executable, "-c", code, *arguments], input=lines, capture_output=True, text=True, timeout=90, check=True
     )
     assert json.loads(done.stdout)["embedder"]["parts"]["all"]["texts"] == 40
+
+
+@pytest.mark.parametrize("count", [4, 400])
+def test_few_and_many_windows_are_drawn(count: int) -> None:
+    laps = [
+        asdict(Lap(32, 500, 400, 8, "certified", {STOCK: 0.2, PACKED: 0.1, ROWS: 0.1}, {STOCK: 0, PACKED: 0, ROWS: 1}))
+        for _ in range(count)
+    ]
+    found = {
+        "model": "a model", "source": "a log", "embedder": {"parts": {"all": {"speed": {STOCK: 1.0, PACKED: 2.0}}}},
+        "classifier": {"laps": laps, "every": 2},
+    }  # fmt: skip
+    assert draw_demo(found).startswith(b"\x89PNG")
