@@ -80,11 +80,10 @@ LINEAR_PARTS = [
     "vectors",
 ]
 
-ROWS = ["generic", "avx2", "avx512"]
+ROWS = ["_generic", "_avx2", "_avx512"]
 ROWS_PARTS = ["rows", "rows_kernel", "arrays", "attention", "types_avx2", "types_avx512", "vectors"]
 SINGLE_PARTS = ["arrays", "fine", "gaps", "kinds", "numbers", "pairing", "team"]
 CHAIN_PARTS = ["attention", "attention_face", "linear", "linear_face"]
-DECODE = ["generic", "avx2", "avx512"]
 DECODE_PARTS = ["decode", "decode_kernel", *CHAIN_PARTS, "types_avx2", "types_avx512", "vectors"]
 
 
@@ -150,29 +149,19 @@ setup(
             )
             for front in ("cache_attention", "row_attention")
         ),
-        Extension(
-            "attmemo.kernels._linear",
-            sources=["native/linear.c", *(f"native/linear{name}.c" for name in LINEAR)],
-            depends=[f"native/{name}.h" for name in LINEAR_PARTS] + SHARED,
-            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
-            extra_link_args=CHECKS,
-            libraries=["dl", "m"],
-        ),
-        Extension(
-            "attmemo.kernels._rows",
-            sources=["native/rows.c", *(f"native/rows_{name}.c" for name in ROWS)],
-            depends=[f"native/{name}.h" for name in ROWS_PARTS] + SHARED,
-            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
-            extra_link_args=CHECKS,
-            libraries=["dl", "m"],
-        ),
-        Extension(
-            "attmemo.kernels._decode",
-            sources=["native/decode.c", *(f"native/decode_{name}.c" for name in DECODE)],
-            depends=[f"native/{name}.h" for name in DECODE_PARTS] + SHARED,
-            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
-            extra_link_args=CHECKS,
-            libraries=["dl", "m"],
+        *(
+            Extension(
+                f"attmemo.kernels._{name}",
+                # One source for each instruction set, too.
+                sources=[f"native/{name}.c", *(f"native/{name}{part}.c" for part in sets)],
+                depends=[f"native/{header}.h" for header in parts] + SHARED,
+                extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+                extra_link_args=CHECKS,
+                libraries=["dl", "m"],
+            )
+            for name, sets, parts in (
+                ("linear", LINEAR, LINEAR_PARTS), ("rows", ROWS, ROWS_PARTS), ("decode", ROWS, DECODE_PARTS),
+            )
         ),
         Extension(
             "attmemo.kernels._chain",

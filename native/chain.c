@@ -115,34 +115,15 @@ static void drop(PyObject *capsule)
     release_chain(PyCapsule_GetPointer(capsule, CHAIN));
 }
 
-/* A norm, from (weight, bias, least, type, centred). False, with an error set, if there is none such. */
-static bool read_norm(PyObject *given, Norm *norm)
-{
-    unsigned long long weight, bias;
-    double least;
-    int type, centred;
-    return PyArg_ParseTuple(given, "KKdip:prepare", &weight, &bias, &least, &type, &centred) &&
-           linear->take_norm(norm, weight, bias, least, type, centred);
-}
-
-/* The next layer, from (inputs, outputs, activation, gated, weights, norms). False, with an error set, if there is none
- * such. */
+/* The next layer, as `read_layer` reads it. */
 static bool add_layer(Chain *chain, PyObject *given, enum arithmetic arithmetic, int type)
 {
-    Py_ssize_t inputs, outputs;
-    int activation, gated;
-    PyObject *inner, *norm, *next;
     Link *link = &chain->links[chain->held / LAYERS];
-    Product *product = &link->layers[chain->held % LAYERS];
-    Py_buffer *parts = link->parts[chain->held % LAYERS];
-    if (!PyArg_ParseTuple(given, "nnip(y*y*y*y*)(O!O!O!):prepare", &inputs, &outputs, &activation, &gated,
-                          &parts[PANELS], &parts[SCALES], &parts[BIAS], &parts[SUMS], &PyTuple_Type, &inner,
-                          &PyTuple_Type, &norm, &PyTuple_Type, &next))
-        return false;
-    chain->held++;
-    product->type = product->out_type = (enum type)type;
-    return linear->take_layer(product, arithmetic, inputs, outputs, activation, gated, parts) &&
-           read_norm(inner, &product->inner) && read_norm(norm, &product->norm) && read_norm(next, &product->next);
+    const size_t layer = chain->held % LAYERS;
+    bool held;
+    const bool fine = read_layer(linear, given, &link->layers[layer], link->parts[layer], arithmetic, type, &held);
+    chain->held += held;
+    return fine;
 }
 
 /* The heads of a block, from (heads of queries, of keys, width, norm of a query, of a key, kind of angles). False, with an
@@ -153,7 +134,7 @@ static bool add_heads(Chain *chain, Link *link, PyObject *given)
     PyObject *query, *key;
     if (!PyArg_ParseTuple(given, "nnnO!O!n:prepare", &queries, &keys, &width, &PyTuple_Type, &query, &PyTuple_Type, &key,
                           &link->kind) ||
-        !read_norm(query, &link->heads.query) || !read_norm(key, &link->heads.key))
+        !read_norm(linear, query, &link->heads.query) || !read_norm(linear, key, &link->heads.key))
         return false;
     const size_t size = link->layers[OUT].inputs;
     bool fine = queries > 0 && keys > 0 && width > 0 && queries <= (Py_ssize_t)size && keys <= queries &&
@@ -250,7 +231,7 @@ static PyObject *native_prepare(PyObject *Py_UNUSED(module), PyObject *args)
     chain->kernel = kernel;
     chain->count = count;
     chain->item = item_bytes[type];
-    bool done = read_norm(first, &chain->first);
+    bool done = read_norm(linear, first, &chain->first);
     for (size_t i = 0; done && i < count; i++) {
         PyObject *heads, *layers[LAYERS];
         done = PyArg_ParseTuple(PyTuple_GET_ITEM(blocks, (Py_ssize_t)i), "O!O!O!O!O!:prepare", &PyTuple_Type, &heads,
@@ -816,16 +797,6 @@ static PyMethodDef native_methods[] = {
     {"run", native_run, METH_VARARGS, run_doc},
     {NULL, NULL, 0, NULL},
 };
-
-/* PyCapsule_Import does not import a module inside of a package. The module stays: what it has is never freed. */
-static const void *face_of(const char *name, const char *capsule_name)
-{
-    PyObject *module = PyImport_ImportModule(name), *capsule = module ? PyObject_GetAttrString(module, "face") : NULL;
-    const void *found = capsule ? PyCapsule_GetPointer(capsule, capsule_name) : NULL;
-    Py_XDECREF(capsule);
-    Py_XDECREF(module);
-    return found;
-}
 
 static int native_exec(PyObject *Py_UNUSED(module))
 {

@@ -116,34 +116,6 @@ static void drop(PyObject *capsule)
 
 /* ---- preparing -------------------------------------------------------------------------------------------------- */
 
-/* A norm, from (weight, bias, least, type, centred). False, with an error set, if there is none such. */
-static bool read_norm(PyObject *given, Norm *norm)
-{
-    unsigned long long weight, bias;
-    double least;
-    int type, centred;
-    return PyArg_ParseTuple(given, "KKdip:prepare", &weight, &bias, &least, &type, &centred) &&
-           linear->take_norm(norm, weight, bias, least, type, centred);
-}
-
-/* A layer, from (inputs, outputs, activation, gated, weights, norms). False, with an error set, if there is none such. */
-static bool read_layer(Link *link, size_t number, PyObject *given, enum arithmetic arithmetic, int type)
-{
-    Py_ssize_t inputs, outputs;
-    int activation, gated;
-    PyObject *inner, *norm, *next;
-    Product *product = &link->layers[number];
-    Py_buffer *parts = link->parts[number];
-    if (!PyArg_ParseTuple(given, "nnip(y*y*y*y*)(O!O!O!):prepare", &inputs, &outputs, &activation, &gated,
-                          &parts[PANELS], &parts[SCALES], &parts[BIAS], &parts[SUMS], &PyTuple_Type, &inner,
-                          &PyTuple_Type, &norm, &PyTuple_Type, &next))
-        return false;
-    link->there[number] = true;
-    product->type = product->out_type = (enum type)type;
-    return linear->take_layer(product, arithmetic, inputs, outputs, activation, gated, parts) &&
-           read_norm(inner, &product->inner) && read_norm(norm, &product->norm) && read_norm(next, &product->next);
-}
-
 /* All of a block, from (norm of a query, of a key, whether they are turned, layers, or None for those of cross-attention).
  * False, with an error set, if there is none such. */
 static bool read_link(Decoder *decoder, Link *link, PyObject *given, enum arithmetic arithmetic, int type)
@@ -153,10 +125,11 @@ static bool read_link(Decoder *decoder, Link *link, PyObject *given, enum arithm
     if (!PyArg_ParseTuple(given, "O!O!pO!O!OOO!O!:prepare", &PyTuple_Type, &query, &PyTuple_Type, &key, &turned,
                           &PyTuple_Type, &layers[QKV], &PyTuple_Type, &layers[OUT], &layers[CROSS_Q],
                           &layers[CROSS_OUT], &PyTuple_Type, &layers[UP], &PyTuple_Type, &layers[DOWN]) ||
-        !read_norm(query, &link->heads.query) || !read_norm(key, &link->heads.key))
+        !read_norm(linear, query, &link->heads.query) || !read_norm(linear, key, &link->heads.key))
         return false;
     for (size_t i = 0; i < LAYERS; i++)
-        if (layers[i] != Py_None && !read_layer(link, i, layers[i], arithmetic, type))
+        if (layers[i] != Py_None && !read_layer(linear, layers[i], &link->layers[i], link->parts[i], arithmetic, type,
+                                                &link->there[i]))
             return false;
     link->heads.queries = decoder->queries;
     link->heads.keys = decoder->keys;
@@ -245,7 +218,7 @@ static PyObject *native_prepare(PyObject *Py_UNUSED(module), PyObject *args)
     decoder->queries = (size_t)queries;
     decoder->keys = (size_t)keys;
     decoder->root = (float)root;
-    bool done = read_norm(first, &decoder->first);
+    bool done = read_norm(linear, first, &decoder->first);
     for (size_t i = 0; done && i < count; i++) {
         PyObject *block = PyTuple_GET_ITEM(blocks, (Py_ssize_t)i);
         done = is_fine(PyTuple_Check(block), "a block is a tuple") &&
@@ -606,11 +579,7 @@ static PyMethodDef native_methods[] = {
 
 static int native_exec(PyObject *module)
 {
-    PyObject *owner = PyImport_ImportModule("attmemo.kernels._linear");
-    PyObject *capsule = owner ? PyObject_GetAttrString(owner, "face") : NULL;
-    linear = capsule ? PyCapsule_GetPointer(capsule, LINEAR_FACE) : NULL;
-    Py_XDECREF(capsule);
-    Py_XDECREF(owner);
+    linear = face_of("attmemo.kernels._linear", LINEAR_FACE);
     return linear && PyModule_AddIntMacro(module, ROOM) == 0 ? PyModule_AddIntMacro(module, FEWEST) : -1;
 }
 

@@ -1,5 +1,5 @@
 /*
- * linear_face.h: what linear.c offers to chain.c, in a capsule of its module.
+ * linear_face.h: what linear.c offers to chain.c and decode.c, in a capsule of its module.
  *
  * Each extension keeps its instruction sets, its threads and its rules to itself. Another one gets these functions.
  */
@@ -41,5 +41,42 @@ typedef struct {
 } LinearFace;
 
 #define LINEAR_FACE "attmemo.kernels._linear.face"
+
+/* PyCapsule_Import does not import a module inside of a package. The module stays: what it has is never freed. */
+static inline const void *face_of(const char *name, const char *capsule_name)
+{
+    PyObject *module = PyImport_ImportModule(name), *capsule = module ? PyObject_GetAttrString(module, "face") : NULL;
+    const void *found = capsule ? PyCapsule_GetPointer(capsule, capsule_name) : NULL;
+    Py_XDECREF(capsule);
+    Py_XDECREF(module);
+    return found;
+}
+
+/* A norm, from (weight, bias, least, type, centred). False, with an error set, if there is none such. */
+static inline bool read_norm(const LinearFace *linear, PyObject *given, Norm *norm)
+{
+    unsigned long long weight, bias;
+    double least;
+    int type, centred;
+    return PyArg_ParseTuple(given, "KKdip:prepare", &weight, &bias, &least, &type, &centred) &&
+           linear->take_norm(norm, weight, bias, least, type, centred);
+}
+
+/* A layer, from (inputs, outputs, activation, gated, weights, norms). False, with an error set, if there is none such.
+ * `held`: whether its parts are to be given back. */
+static inline bool read_layer(const LinearFace *linear, PyObject *given, Product *product, Py_buffer *parts,
+                              enum arithmetic arithmetic, int type, bool *held)
+{
+    Py_ssize_t inputs, outputs;
+    int activation, gated;
+    PyObject *inner, *norm, *next;
+    *held = PyArg_ParseTuple(given, "nnip(y*y*y*y*)(O!O!O!):prepare", &inputs, &outputs, &activation, &gated,
+                             &parts[PANELS], &parts[SCALES], &parts[BIAS], &parts[SUMS], &PyTuple_Type, &inner,
+                             &PyTuple_Type, &norm, &PyTuple_Type, &next);
+    product->type = product->out_type = (enum type)type;
+    return *held && linear->take_layer(product, arithmetic, inputs, outputs, activation, gated, parts) &&
+           read_norm(linear, inner, &product->inner) && read_norm(linear, norm, &product->norm) &&
+           read_norm(linear, next, &product->next);
+}
 
 #endif
