@@ -56,7 +56,7 @@ class Part:
     inputs: Inputs  # for these sequences alone
     mask: Tensor | None  # [b, L]
     places: Sequence[int]  # of these sequences in the batch
-    stamp: object  # of the model (`stamp_of`)
+    stamp: object  # of the model (`Stamp`)
     compare: Callable[[Part], None]
     process: int = field(default_factory=os.getpid)
 

@@ -182,11 +182,8 @@ class GuardedPlanner(RowPlanner):
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         if asked is None:
             return Whole.plan(self, layer, call, spans, forward)
-        candidates = self._candidates(asked)
-        looked = perf_counter()
-        asking.plan = found = self.planned(asked, candidates)
-        asking.starts, asking.tokens_asked = asked.starts, asked.tokens
-        asking.epoch, evidence = self.guard.epoch, found.evidence
+        found, looked = self._look_up(asked, asking)
+        evidence = found.evidence
         most = int(min(self.times.requests, batch)) if self.learns_at_once(asking) else 0
         asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room, most)
         self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
@@ -213,10 +210,7 @@ class GuardedPlanner(RowPlanner):
         if isinstance(tokens, str):
             return Whole.plan(self, layer, call, spans, forward)
         start, asked = perf_counter(), Asked.of(tokens, np.asarray(spans.lengths, np.int64))
-        candidates = self._candidates(asked)
-        looked = perf_counter()
-        asking.plan = found = self.planned(asked, candidates)
-        asking.starts, asking.tokens_asked, asking.epoch = asked.starts, asked.tokens, self.guard.epoch
+        found, looked = self._look_up(asked, asking)
         evidence = found.evidence.tolist()
         asking.verdicts = verdicts = (
             self.guard.decide(evidence, firsts_of(asked), room=len(evidence)) if asking.decides
@@ -227,17 +221,25 @@ class GuardedPlanner(RowPlanner):
         fresh = np.flatnonzero(found.evidence == Evidence.NONE) if self._store is not None else served[:0]
         return plan_of(layer, spans, asked, found, served, _rows_of(asked, fresh))
 
+    def _look_up(self, asked: Asked, asking: Asking) -> tuple[RowPlan, float]:
+        """Note what records there are; return them, and the time between lookup and plan."""
+        candidates = self._candidates(asked)
+        looked = perf_counter()
+        asking.plan = found = self.planned(asked, candidates)
+        asking.starts, asking.tokens_asked, asking.epoch = asked.starts, asked.tokens, self.guard.epoch
+        return found, looked
+
     def _without_known(self, asked: Asked, verdicts: list[Verdict | None]) -> list[Verdict | None]:
         """Leave out inputs that were tried before: they would say the same again, and are no samples."""
         starts = asked.starts.tolist()
-        for place, verdict in enumerate(verdicts):
+        for place in (place for place, verdict in enumerate(verdicts) if verdict is not None):
             key = hash(asked.tokens[starts[place] : starts[place + 1]].tobytes())
-            if verdict is not None and key in self._tried_before:
+            if key in self._tried_before:
                 verdicts[place] = None
-            elif verdict is not None:
-                if len(self._tried_before) >= REMEMBERED:
-                    self._tried_before.clear()
-                self._tried_before.add(key)
+                continue
+            if len(self._tried_before) >= REMEMBERED:
+                self._tried_before.clear()
+            self._tried_before.add(key)
         return verdicts
 
     def _pays(self, tokens: int) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from attmemo.models.base import Adapter, end_texts, takes
+from attmemo.models.base import Adapter, takes
 from attmemo.models.blocks import Block, Blocks
 
 
@@ -19,16 +19,12 @@ class BartAdapter(Adapter):
     has_rows = False
     part, layers = "encoder", "encoder_layers"
     out = "out_proj"
+    ends_texts = True
     audio: ClassVar[bool] = False  # Whisper's: its keys have no bias, and its inputs are not tokens
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         plain = not getattr(module, "is_decoder", True) and not getattr(module, "is_causal", True)
         return plain and takes(module, "key_value_states") and takes(module, "output_attentions") == self.audio
-
-    def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
-        inputs, lengths = super().sample(model)
-        end_texts(inputs, lengths, getattr(self.host(model).config, "eos_token_id", None))
-        return inputs, lengths
 
     def blocks(self, model: nn.Module) -> Blocks | str:
         host: Any = self.host(model)

@@ -124,6 +124,7 @@ class Adapter:
     unbatched: ClassVar[frozenset[str]] = frozenset({"cache_position"})  # belong to the layer, not to the batch
     # Arguments that all layers share.
     shared: ClassVar[frozenset[str]] = frozenset({"attention_mask", "position_embeddings", "position_ids"})
+    ends_texts: ClassVar[bool] = False  # a head looks for the token that ends a text
     maps_on_request: ClassVar[bool] = False  # `output_attentions` gives maps; if False, the eager implementation does
 
     @property
@@ -342,11 +343,15 @@ class Adapter:
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
         """A small batch for `host` and its lengths, for the self-check; not random: the user may have seeded torch."""
-        vocabulary = int(getattr(self.host(model).config, "vocab_size", 100))
+        config: Any = self.host(model).config
+        vocabulary = int(getattr(config, "vocab_size", 100))
         rows, longest = len(CHECK_LENGTHS), max(CHECK_LENGTHS)
         ids = (torch.arange(rows * longest).view(rows, longest) * 7919 + vocabulary // 3) % vocabulary
         mask = torch.arange(longest)[None] < torch.tensor(CHECK_LENGTHS)[:, None]
-        return {"input_ids": ids, "attention_mask": mask.long()}, list(CHECK_LENGTHS)
+        inputs, lengths = {"input_ids": ids, "attention_mask": mask.long()}, list(CHECK_LENGTHS)
+        if self.ends_texts:
+            end_texts(inputs, lengths, getattr(config, "eos_token_id", None))
+        return inputs, lengths
 
 
 def end_texts(inputs: dict[str, Tensor], lengths: Sequence[int], end: Any) -> None:

@@ -50,11 +50,9 @@ class DebertaAdapter(DisentangledAdapter):
 
     def blocks(self, model: nn.Module) -> Blocks | str:
         host: Any = self.host(model)
-        encoder: Any = getattr(host, "encoder", None)
-        if encoder is None or not hasattr(encoder, "get_rel_embedding"):
-            return "it has no encoder with blocks"
-        if getattr(host, "z_steps", 0) > 1:
-            return "its last block runs more than once (z_steps)"
+        encoder = self.encoder_of(host)
+        if isinstance(encoder, str):
+            return encoder
         found = []
         for layer in encoder.layer:
             own, out = layer.attention.self, layer.attention.output

@@ -7,6 +7,7 @@ padding mask, ``[B, 1, L, L]``. Rows of padding are fully masked (uniform maps),
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +46,14 @@ class DisentangledAdapter(Adapter):
             return "separate query states"
         return super().read(module, args, kwargs)
 
+    @staticmethod
+    def encoder_of(host: Any) -> Any:
+        """The encoder of a model; or why its blocks cannot be run."""
+        encoder = getattr(host, "encoder", None)
+        if encoder is None or not hasattr(encoder, "get_rel_embedding"):
+            return "it has no encoder with blocks"
+        return "its last block runs more than once (z_steps)" if getattr(host, "z_steps", 0) > 1 else encoder
+
     def spans(self, module: nn.Module, mask: Any, batch: int, length: int) -> Spans | None:
         if mask is None:
             return Spans([length] * batch)
@@ -68,11 +77,9 @@ class DebertaV2Adapter(DisentangledAdapter):
 
     def blocks(self, model: nn.Module) -> Blocks | str:
         host = self.host(model)
-        encoder: Any = getattr(host, "encoder", None)
-        if encoder is None or not hasattr(encoder, "get_rel_embedding"):
-            return "it has no encoder with blocks"
-        if getattr(host, "z_steps", 0) > 1:
-            return "its last block runs more than once (z_steps)"
+        encoder = self.encoder_of(host)
+        if isinstance(encoder, str):
+            return encoder
         found = []
         for layer in encoder.layer:
             own, out = layer.attention.self, layer.attention.output
@@ -89,7 +96,7 @@ class DebertaV2Adapter(DisentangledAdapter):
         return blocks
 
 
-class DistanceBlocks(Blocks):
+class DistanceBlocks(Blocks, ABC):
     """Blocks of all versions of DeBERTa: scores gain q·PK and k·PQ of the distance between query and key."""
 
     def __init__(self, *given: Any) -> None:
@@ -104,13 +111,13 @@ class DistanceBlocks(Blocks):
             return hidden, (hidden,)
         return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
 
+    @abstractmethod
     def relative_keys(self, own: Any) -> tuple[Tensor | None, Tensor | None]:
         """PK and PQ of an attention module, ``[R, H]``; None: its scores have no such term."""
-        raise NotImplementedError
 
+    @abstractmethod
     def buckets(self, own: Any, span: int) -> npt.NDArray[np.int32]:
         """Row of both for each distance of query less key, from ``1 - span`` to ``span - 1``."""
-        raise NotImplementedError
 
     def disentangled(self, layer: int, span: int) -> Disentangled | None:
         encoder: Any = self.module

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attmemo.models.base import Adapter, Call, end_texts, takes
+from attmemo.models.base import Adapter, Call, takes
 from attmemo.models.blocks import Block, Blocks
 from attmemo.models.cache_name import CACHE_NAME
 
@@ -31,6 +31,7 @@ class T5Adapter(Adapter):
     projections = ("q", "k", "v")
     out = "o"
     heads, width = "n_heads", "key_value_proj_dim"
+    ends_texts = True
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         return not getattr(module, "is_decoder", True) and takes(module, "position_bias", "mask")
@@ -47,11 +48,6 @@ class T5Adapter(Adapter):
     def map_of(self, returned: Any) -> Tensor:
         probabilities: Tensor = returned[2]
         return probabilities
-
-    def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
-        inputs, lengths = super().sample(model)
-        end_texts(inputs, lengths, getattr(self.host(model).config, "eos_token_id", None))
-        return inputs, lengths
 
     def blocks(self, model: nn.Module) -> Blocks | str:
         host: Any = self.host(model)
