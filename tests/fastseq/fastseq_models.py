@@ -211,3 +211,12 @@ def inputs(family: str, padding: str | None = None, batch: int = 3, length: int 
         elif padding == "left" and cut:
             mask[row, :cut] = 0
     return {"input_ids": ids.masked_fill(mask == 0, pad), "attention_mask": mask}
+
+
+def both(model: Any, fast: Any, arguments: dict[str, Tensor], setting: dict[str, Any]) -> tuple[Any, Any]:
+    """What a model generates, and what its fast twin does, from the same seed."""
+    common = {"max_new_tokens": 16, **setting}
+    torch.manual_seed(3)
+    expected = model.generate(**arguments, **common)
+    torch.manual_seed(3)
+    return expected, fast.generate(**arguments, **common)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastseq_models import CAUSAL, SEQ2SEQ, inputs, make
+from fastseq_models import CAUSAL, SEQ2SEQ, both, inputs, make
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -45,14 +45,6 @@ def pair(models: dict[str, tuple[Any, Any]], family: str) -> tuple[Any, Any]:
         model = make(family)
         models[family] = model, fastseq.accelerate(model)
     return models[family]
-
-
-def both(model: Any, fast: Any, arguments: dict[str, Tensor], setting: dict[str, Any]) -> tuple[Any, Any]:
-    common = {"max_new_tokens": 16, **setting}
-    torch.manual_seed(3)
-    expected = model.generate(**arguments, **common)
-    torch.manual_seed(3)
-    return expected, fast.generate(**arguments, **common)
 
 
 @needs_kernels

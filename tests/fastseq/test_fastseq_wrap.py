@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastseq_models import CAUSAL, MAKERS, SEQ2SEQ, inputs, make
+from fastseq_models import CAUSAL, MAKERS, SEQ2SEQ, both, inputs, make
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import LogitsProcessor
@@ -47,14 +47,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # Others hold the same, and more.
 SLOW = ("greedy", "short is good", "not early", "early", "sampling", "several returned")
 PADDINGS = dict.fromkeys(SEQ2SEQ, ("right", "left")) | dict.fromkeys(CAUSAL, (None, "left"))
-
-
-def both(model: Any, fast: Any, arguments: dict[str, Any], setting: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    common = {"max_new_tokens": 16, **setting}
-    torch.manual_seed(3)
-    expected = model.generate(**arguments, **common)
-    torch.manual_seed(3)
-    return expected, fast.generate(**arguments, **common)
 
 
 @pytest.fixture(scope="module")
