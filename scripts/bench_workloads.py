@@ -27,6 +27,8 @@ from typing import Any
 from marked import replace_measured
 from workloads import WORKLOADS, Workload, sign
 
+from attmemo.wording import counted
+
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {},
     "int8": {"linear": "int8"},
@@ -159,8 +161,8 @@ def table(result: dict[str, Any]) -> str:
     """The numbers in Markdown."""
     machine = result["conditions"]
     lines = [
-        f"{machine['cpu']}, {', '.join(machine['features'])}; {machine['threads']} threads, bfloat16; commit "
-        f"{result['commit']}. Time, exact blocks = 1:", "",
+        f"{machine['cpu']}, {', '.join(machine['features'])}; {counted(machine['threads'], 'thread')}, bfloat16; "
+        f"commit {result['commit']}. Time, exact blocks = 1:", "",
         "| stream | int8 | reuse, full load | reuse, half load | reuse or int8, half load | changed: reuse, int8 |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -31,6 +31,7 @@ from attmemo.guard.certificate import Certificate
 from attmemo.guard.deferred import Deferred, Model, Part
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.time_account import TimeAccount
+from attmemo.models.base import inputs_of
 from attmemo.packed.runner import Packed
 from attmemo.packed.stack import Onlookers, Stack
 from attmemo.system.locking import ThreadLock
@@ -275,9 +276,7 @@ def speed_of(engine: Engine, host: nn.Module, exact: Packed, rounded: Packed) ->
     """
     config: Any = getattr(host, "config", None)
     length = min(LENGTH, int(getattr(config, "max_position_embeddings", LENGTH) or LENGTH))
-    vocabulary = int(getattr(config, "vocab_size", 100))
-    ids = (torch.arange(BATCH * length).view(BATCH, length) * 7919 + vocabulary // 3) % vocabulary
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = inputs_of(config, [length] * BATCH)
     taken: dict[str, list[float]] = {"exact": [], "rounded": []}
     with torch.inference_mode():
         for _ in range(ROUNDS):

@@ -344,14 +344,19 @@ class Adapter:
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
         """A small batch for `host` and its lengths, for the self-check; not random: the user may have seeded torch."""
         config: Any = self.host(model).config
-        vocabulary = int(getattr(config, "vocab_size", 100))
-        rows, longest = len(CHECK_LENGTHS), max(CHECK_LENGTHS)
-        ids = (torch.arange(rows * longest).view(rows, longest) * 7919 + vocabulary // 3) % vocabulary
-        mask = torch.arange(longest)[None] < torch.tensor(CHECK_LENGTHS)[:, None]
-        inputs, lengths = {"input_ids": ids, "attention_mask": mask.long()}, list(CHECK_LENGTHS)
+        inputs, lengths = inputs_of(config, CHECK_LENGTHS), list(CHECK_LENGTHS)
         if self.ends_texts:
             end_texts(inputs, lengths, getattr(config, "eos_token_id", None))
         return inputs, lengths
+
+
+def inputs_of(config: Any, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Ids and mask of sequences of these lengths, padded on the right; neighbours among the tokens differ."""
+    vocabulary = int(getattr(config, "vocab_size", 100))
+    rows, longest = len(lengths), max(lengths)
+    ids = (torch.arange(rows * longest).view(rows, longest) * 7919 + vocabulary // 3) % vocabulary
+    mask = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long()}
 
 
 def end_texts(inputs: dict[str, Tensor], lengths: Sequence[int], end: Any) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from attmemo.errors import AdapterCheckError
 from attmemo.forward.trial import Handle, enable_within, not_served
 from attmemo.models import Adapter
+from attmemo.models.base import inputs_of
 from attmemo.models.check import UNKNOWN, checking, difference
 from attmemo.packed.check import allowed_for
 from attmemo.packed.prefixes import CUT
@@ -47,9 +48,7 @@ def check_prefixes(handle: Handle, adapter: Adapter, model: nn.Module, packed: P
 
 
 def _sample(adapter: Adapter, model: nn.Module) -> dict[str, Tensor]:
-    vocabulary = int(getattr(adapter.host(model).config, "vocab_size", 100))
-    count, longest = len(_LENGTHS), max(_LENGTHS)
-    ids = (torch.arange(count * longest).view(count, longest) * 7919 + vocabulary // 3) % vocabulary
+    inputs = inputs_of(adapter.host(model).config, _LENGTHS)
+    ids = inputs["input_ids"]
     ids[1:3, :_ALIKE] = ids[0, :_ALIKE]
-    mask = torch.arange(longest)[None] < torch.tensor(_LENGTHS)[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long()}
+    return inputs

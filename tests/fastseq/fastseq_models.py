@@ -220,3 +220,15 @@ def both(model: Any, fast: Any, arguments: dict[str, Tensor], setting: dict[str,
     expected = model.generate(**arguments, **common)
     torch.manual_seed(3)
     return expected, fast.generate(**arguments, **common)
+
+
+Pairs = dict[str, tuple[Any, Any]]
+"""Models and their fast twins, by family."""
+
+
+def pair_of(pairs: Pairs, family: str, quicken: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """A model of a family and its fast twin, made once."""
+    if family not in pairs:
+        model = make(family)
+        pairs[family] = model, quicken(model)
+    return pairs[family]

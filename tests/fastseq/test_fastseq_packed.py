@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastseq_models import CAUSAL, SEQ2SEQ, both, inputs, make
+from fastseq_models import CAUSAL, SEQ2SEQ, Pairs, both, inputs, make, pair_of
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -36,21 +36,18 @@ needs_bfloat16 = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, tuple[Any, Any]]:
+def models() -> Pairs:
     return {}
 
 
-def pair(models: dict[str, tuple[Any, Any]], family: str) -> tuple[Any, Any]:
-    if family not in models:
-        model = make(family)
-        models[family] = model, fastseq.accelerate(model)
-    return models[family]
+def pair(models: Pairs, family: str) -> tuple[Any, Any]:
+    return pair_of(models, family, fastseq.accelerate)
 
 
 @needs_kernels
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_tokens_are_those_of_stock(models: dict[str, tuple[Any, Any]], family: str, setting: str) -> None:
+def test_float32_tokens_are_those_of_stock(models: Pairs, family: str, setting: str) -> None:
     model, fast = pair(models, family)
     for padding in ("right", "left") if family in SEQ2SEQ else (None, "left"):
         before = fast.stats()["counts"]
@@ -65,7 +62,7 @@ def test_float32_tokens_are_those_of_stock(models: dict[str, tuple[Any, Any]], f
 @needs_kernels
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "qwen3"])
 @pytest.mark.parametrize("beams", [1, 4])
-def test_scores_are_those_of_stock(models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+def test_scores_are_those_of_stock(models: Pairs, family: str, beams: int) -> None:
     model, fast = pair(models, family)
     setting = {"num_beams": beams, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     expected, got = both(model, fast, inputs(family, "left"), setting)
@@ -78,7 +75,7 @@ def test_scores_are_those_of_stock(models: dict[str, tuple[Any, Any]], family: s
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 @pytest.mark.parametrize("beams", [1, 4])
 def test_odd_processors_of_the_callers_see_what_stock_shows_them(
-    models: dict[str, tuple[Any, Any]], family: str, beams: int
+    models: Pairs, family: str, beams: int
 ) -> None:
     class Remembers(LogitsProcessor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -116,7 +113,7 @@ def test_more_tokens_than_one_chunk_of_the_cache_holds(family: str) -> None:
 
 
 @needs_kernels
-def test_a_row_is_the_same_alone_and_in_a_batch_and_with_any_threads(models: dict[str, tuple[Any, Any]]) -> None:
+def test_a_row_is_the_same_alone_and_in_a_batch_and_with_any_threads(models: Pairs) -> None:
     _, fast = pair(models, "bart")
     given = inputs("bart")
     setting = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True}
@@ -237,7 +234,7 @@ def test_what_has_no_packed_layers_runs_as_before() -> None:
 
 @needs_kernels
 def test_a_prompt_of_the_decoders_with_a_mask_runs_by_the_models_own_code(
-    models: dict[str, tuple[Any, Any]],
+    models: Pairs,
 ) -> None:
     model, fast = pair(models, "bart")
     before = fast.stats()["counts"].get("packed_steps", 0)
@@ -252,7 +249,7 @@ def test_a_prompt_of_the_decoders_with_a_mask_runs_by_the_models_own_code(
 
 
 @needs_kernels
-def test_the_cache_holds_what_the_formula_says(models: dict[str, tuple[Any, Any]]) -> None:
+def test_the_cache_holds_what_the_formula_says(models: Pairs) -> None:
     from attmemo.fastseq.generate.shape import ModelShape
 
     model, fast = pair(models, "bart")

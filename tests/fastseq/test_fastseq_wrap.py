@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastseq_models import CAUSAL, MAKERS, SEQ2SEQ, both, inputs, make
+from fastseq_models import CAUSAL, MAKERS, SEQ2SEQ, Pairs, both, inputs, make, pair_of
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import LogitsProcessor
@@ -50,22 +50,19 @@ PADDINGS = dict.fromkeys(SEQ2SEQ, ("right", "left")) | dict.fromkeys(CAUSAL, (No
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, tuple[Any, Any]]:
+def models() -> Pairs:
     return {}
 
 
-def pair(models: dict[str, tuple[Any, Any]], family: str) -> tuple[Any, Any]:
-    if family not in models:
-        model = make(family)
-        models[family] = model, fastseq.wrap(model)
-    return models[family]
+def pair(models: Pairs, family: str) -> tuple[Any, Any]:
+    return pair_of(models, family, fastseq.wrap)
 
 
 @pytest.mark.parametrize(
     "setting", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SETTINGS]
 )
 @pytest.mark.parametrize("family", [family for family in MAKERS if family != "whisper"])
-def test_tokens_are_those_of_stock(models: dict[str, tuple[Any, Any]], family: str, setting: str) -> None:
+def test_tokens_are_those_of_stock(models: Pairs, family: str, setting: str) -> None:
     model, fast = pair(models, family)
     before = fast.stats()
     for padding in PADDINGS[family]:
@@ -83,7 +80,7 @@ def test_tokens_are_those_of_stock(models: dict[str, tuple[Any, Any]], family: s
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_whisper_through_its_own_generate(models: dict[str, tuple[Any, Any]], setting: str) -> None:
+def test_whisper_through_its_own_generate(models: Pairs, setting: str) -> None:
     model, fast = pair(models, "whisper")
     before = fast.stats()["counts"].get("shared", 0)
     expected, got = both(model, fast, inputs("whisper"), SETTINGS[setting])
@@ -115,7 +112,7 @@ def test_whisper_that_asks_its_encoder_for_the_language_and_for_speech(beams: in
 
 @pytest.mark.parametrize("family", [family for family in MAKERS if family != "whisper"])
 @pytest.mark.parametrize("beams", [1, 4])
-def test_scores_and_everything_else_in_the_output(models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+def test_scores_and_everything_else_in_the_output(models: Pairs, family: str, beams: int) -> None:
     model, fast = pair(models, family)
     setting = {
         "num_beams": beams,
@@ -139,7 +136,7 @@ def test_scores_and_everything_else_in_the_output(models: dict[str, tuple[Any, A
 
 @pytest.mark.parametrize("early", [True, False, "never"])
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
-def test_rows_leave_and_nothing_changes(models: dict[str, tuple[Any, Any]], family: str, early: bool | str) -> None:
+def test_rows_leave_and_nothing_changes(models: Pairs, family: str, early: bool | str) -> None:
     model, fast = pair(models, family)
     arguments = inputs(family, PADDINGS[family][1], batch=8)
     removed = fast.stats()["counts"].get("rows_removed", 0)
@@ -163,7 +160,7 @@ def test_rows_leave_and_nothing_changes(models: dict[str, tuple[Any, Any]], fami
     assert fast.stats()["counts"]["rows_removed"] > removed
 
 
-def run_fast(models: dict[str, tuple[Any, Any]], family: str, arguments: dict[str, Any], **setting: Any) -> Tensor:
+def run_fast(models: Pairs, family: str, arguments: dict[str, Any], **setting: Any) -> Tensor:
     """What both paths give, which is the same; the fast one ran."""
     model, fast = pair(models, family)
     before = fast.stats()["calls"]["fast"]
@@ -176,25 +173,25 @@ def run_fast(models: dict[str, tuple[Any, Any]], family: str, arguments: dict[st
 @pytest.mark.parametrize("beams", [1, 4])
 class TestInputsOfAnotherForm:
     @pytest.mark.parametrize("family", [*SEQ2SEQ, *CAUSAL])
-    def test_without_a_mask(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+    def test_without_a_mask(self, models: Pairs, family: str, beams: int) -> None:
         for padding in (None, PADDINGS[family][-1]):
             run_fast(models, family, {"input_ids": inputs(family, padding)["input_ids"]}, num_beams=beams)
 
     @pytest.mark.parametrize("family", [*SEQ2SEQ, *CAUSAL])
     @pytest.mark.parametrize("length", [1, 17])
-    def test_one_row(self, models: dict[str, tuple[Any, Any]], family: str, length: int, beams: int) -> None:
+    def test_one_row(self, models: Pairs, family: str, length: int, beams: int) -> None:
         run_fast(models, family, inputs(family, batch=1, length=length), num_beams=beams, **ENDING)
 
     @pytest.mark.parametrize("family", CAUSAL)
-    def test_a_prompt_of_one_token(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+    def test_a_prompt_of_one_token(self, models: Pairs, family: str, beams: int) -> None:
         run_fast(models, family, inputs(family, length=1), num_beams=beams)
 
     @pytest.mark.parametrize("family", CAUSAL)
-    def test_a_prompt_padded_at_its_end(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+    def test_a_prompt_padded_at_its_end(self, models: Pairs, family: str, beams: int) -> None:
         run_fast(models, family, inputs(family, "right"), num_beams=beams)
 
     @pytest.mark.parametrize("family", SEQ2SEQ)
-    def test_words_to_go_on_with(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+    def test_words_to_go_on_with(self, models: Pairs, family: str, beams: int) -> None:
         start = torch.tensor([[2, 11, 12], [2, 13, 14], [2, 11, 15]])
         for given in (start, start[:, :1] + 20):
             got = run_fast(models, family, {**inputs(family, "right"), "decoder_input_ids": given}, num_beams=beams)
@@ -202,7 +199,7 @@ class TestInputsOfAnotherForm:
             assert got.shape[1] > given.shape[1]
 
     @pytest.mark.parametrize("family", ["bart", "gpt2", "llama"])
-    def test_only_some_words_are_allowed(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+    def test_only_some_words_are_allowed(self, models: Pairs, family: str, beams: int) -> None:
         def allowed(row: int, tokens: Tensor) -> list[int]:
             return [2, *range(20 + row, 90, 3)]  # row: the sample, by its number in the input
 
@@ -216,7 +213,7 @@ class TestInputsOfAnotherForm:
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "marian"])
-def test_the_encoder_leaves_out_the_padding(models: dict[str, tuple[Any, Any]], family: str) -> None:
+def test_the_encoder_leaves_out_the_padding(models: Pairs, family: str) -> None:
     fast = pair(models, family)[1]
     for padding, saved in ((None, 0), ("right", 3 + 3)):  # 17 alone, and 14 beside 11
         before = fast.stats()["counts"]
@@ -244,7 +241,7 @@ def test_the_users_own_encoder_is_never_changed() -> None:
 @pytest.mark.parametrize("name", ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size"])
 @pytest.mark.parametrize("beams", [1, 4])
 def test_ngrams_are_banned_by_our_kernel(
-    models: dict[str, tuple[Any, Any]], name: str, beams: int, monkeypatch: pytest.MonkeyPatch
+    models: Pairs, name: str, beams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attmemo.fastseq.generate import ngram
 
@@ -323,7 +320,7 @@ class _StopAtFive(StoppingCriteria):  # type: ignore[misc]
         return input_ids[:, -1] % 5 == 0
 
 
-def test_processors_and_criteria_of_the_user_see_what_stock_shows_them(models: dict[str, tuple[Any, Any]]) -> None:
+def test_processors_and_criteria_of_the_user_see_what_stock_shows_them(models: Pairs) -> None:
     model, fast = pair(models, "bart")
     before = fast.stats()
     for beams in (1, 4):
@@ -379,7 +376,7 @@ def test_synced_gpus_reach_stocks_loop() -> None:
     assert fast.stats()["stock_reasons"] == {"synced_gpus": 1}
 
 
-def test_arguments_that_are_none_are_taken_as_not_given(models: dict[str, tuple[Any, Any]]) -> None:
+def test_arguments_that_are_none_are_taken_as_not_given(models: Pairs) -> None:
     model, fast = pair(models, "bart")
     nothing = dict.fromkeys(("custom_generate", "streamer", "assistant_model", "synced_gpus", "negative_prompt_ids"))
     before = fast.stats()["calls"]["fast"]
@@ -388,7 +385,7 @@ def test_arguments_that_are_none_are_taken_as_not_given(models: dict[str, tuple[
     assert fast.stats()["calls"]["fast"] == before + 1
 
 
-def test_encoder_outputs_of_the_caller(models: dict[str, tuple[Any, Any]]) -> None:
+def test_encoder_outputs_of_the_caller(models: Pairs) -> None:
     model, fast = pair(models, "bart")
     arguments = inputs("bart", "right")
     with torch.no_grad():
