@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from attmemo.embed.lookup import Found
@@ -116,16 +118,13 @@ class Forward:
     outcome: Outcome = NOTHING
     opened_by_model: bool = False  # and closed by it: no hook stands around the model
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is asked of it, but perhaps less than usual: it is no replay, and has no observer."""
-        asked = self.observed, self.forced, self.last, self.packed, self.asking, self.given
-        return not self.whole and not self.repeats and all(part is None for part in asked)
-
-    def note_plain(self, counters: Counters, first: bool) -> None:
-        """Note a forward that computed all, or first rows alone."""
+    def note_computed(self, counters: Counters, lengths: npt.NDArray[np.int64]) -> None:
+        """Note a forward that computed sequences of these lengths, and looked nothing up."""
         self.counters, self.outcome = counters, NOTHING
-        self.firsts += first
+        self.firsts += self.first
+        if self.observed is not None:
+            rows = lengths.tolist()
+            self.observed.see(rows, rows, self.repeats)
 
     def forget(self) -> None:
         """Drop what belongs to one call of the model."""

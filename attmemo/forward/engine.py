@@ -130,6 +130,37 @@ class Engine:
         self.counters.call(site.layer, plan, batch, serving, spent, saved)
         return output
 
+    def serve(self, site: Site, call: Call, spans: Spans, given: Mapping[str, Any]) -> Tensor | Plan:
+        """Serve a forward of the model whose modules are not called.
+
+        Parameters
+        ----------
+        site : Site
+            The stack of blocks.
+        call : Call
+            What the model would give its first block; no argument keeps it exact.
+        spans : Spans
+        given : mapping
+            Arguments of the model by name.
+
+        Returns
+        -------
+        Tensor or Plan
+            Last hidden states ``[B, L, H]``; or the plan that the modules are to follow.
+        """
+        forward = self._begin(Given(None, given))
+        try:
+            plan = forward.plan = self.planner.before() or self.planner.plan(site.layer, call, spans, forward)
+            share = plan.layers.get(site.layer)
+            if share is None:
+                return plan
+            start = perf_counter()
+            served: Tensor = self.reuse.serve(site, call, spans, share, forward)
+            self.counters.call(site.layer, plan, len(spans.lengths), perf_counter() - start)
+            return served
+        finally:
+            self.end_forward()
+
     def follow(self, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a block whose work the first block of this forward has done, or else `exact`."""
         forward = self.current.forward
@@ -227,16 +258,19 @@ class Engine:
 
     def begin_forward(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Before a forward of the model; arguments that only the exact path can honour keep all of it exact."""
+        forward = self._begin(Given(self._refusal(model, given), given))
+        if forward.forced is None and (forward.given is None or forward.given.reason is None):
+            forward.plan = self.planner.before()  # if there is one, not even a mask is read
+
+    def _begin(self, given: Given) -> Forward:
         with self._counting:
             self._inside[threading.get_ident()] += 1
         forward = self.current.forward
         if forward is None:
             forward = self.current.forward = Forward(self.counters, opened_by_model=True)
         forward.forget()
-        forward.counters = self.counters
-        forward.given = Given(self._refusal(model, given), given)
-        if forward.forced is None and forward.given.reason is None:
-            forward.plan = self.planner.before()  # if there is one, not even a mask is read
+        forward.counters, forward.given = self.counters, given
+        return forward
 
     def end_forward(self) -> None:
         """After a forward of the model, or after an error in it."""

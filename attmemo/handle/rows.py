@@ -211,8 +211,7 @@ def prepare_rows(
         check_stack(handle, adapter, encoder, packed)
         check_rows(handle, adapter, encoder, storage, packed)
         handle.first_row = reads_first_row(handle, adapter, encoder)
-        if guarding is not None:
-            handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
+        handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
         if guarding is not None:  # only now: what the checks ask must not be learned
             assert isinstance(planner, GuardedPlanner)
             if guarding.answers.are_vectors:

@@ -124,7 +124,8 @@ class StackMemoization(Memoization):
         if self.parts is None:
             return None
         own = [(inner.module, inner) for inner in self._hooks]
-        return WholeModel(self.host, self.parts, self.engine, hook.names, own, guarded=self.guarded is not None)
+        site = self._sites[0] if isinstance(self.planner, RowPlanner) else None
+        return WholeModel(self.host, self.parts, self.engine, hook.names, own, site)
 
     def _insert_outer(self) -> list[Hook]:
         hooks: list[Hook] = []

@@ -123,11 +123,12 @@ def embed(batch: Batch, tables: Tables, out: Tensor) -> None:
     ValueError
         Arguments do not fit each other.
     """
-    if out.shape != (batch.rows, tables.width) or out.dtype != tables.dtype or not out.is_contiguous():
-        raise ValueError(f"out is {tables.dtype} [{batch.rows}, {tables.width}], not {out.dtype} {tuple(out.shape)}")
-    threads = torch.get_num_threads() if batch.rows * tables.width > _MANY else 1
+    rows = batch.rows
+    if out.shape != (rows, tables.width) or out.dtype != tables.dtype or not out.is_contiguous():
+        raise ValueError(f"out is {tables.dtype} [{rows}, {tables.width}], not {out.dtype} {tuple(out.shape)}")
+    threads = torch.get_num_threads() if rows * tables.width > _MANY else 1
     native.add(
-        batch.given, tables.rows, tables.padding, batch.starts, tables.native, (out.data_ptr(), batch.rows), threads
+        batch.given, tables.rows, tables.padding, batch.starts, tables.native, (out.data_ptr(), rows), threads
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,22 @@ class Disentangled:
     query: Tensor | None
     bucket: npt.NDArray[np.int32]
 
+    @cached_property
+    def native(self) -> tuple[Any, list[Tensor]]:
+        """What native code gets, and tensors that must stay alive meanwhile. ValueError: parts do not fit."""
+        kept = [None if t is None else t.contiguous() for t in (self.key, self.query)]
+        given = [t for t in kept if t is not None]
+        if not given:
+            return NOT_DISTANT, []
+        if len({(t.dtype, t.dim(), t.shape[0]) for t in given}) != 1 or given[0].dim() != 2:
+            raise ValueError("relative keys and queries differ in type or rows")
+        bucket = _array(self.bucket, np.int32)
+        if len(self.bucket) % 2 != 1:
+            raise ValueError("buckets are int32 [2 * span - 1]")
+        line = given[0].shape[1] * given[0].element_size()
+        key, query = (0 if t is None else t.data_ptr() for t in kept)
+        return (key, line, query, line, len(given[0]), bucket, len(self.bucket) // 2 + 1), given
+
 
 def attend(
     queries: Tensor,
@@ -209,10 +226,10 @@ class Attend:
         item = queries.element_size()
         turns = None if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
         added = None if table is None else table.contiguous()
-        relative, distances = _distances(disentangled, queries)
+        distances = _distances(disentangled, queries)
         width = columns // heads
         self._queries, self._columns, self._key_heads = queries, keys.shape[1], keys.shape[1] // width
-        self._alive: Any = (queries, keys, values, out, layout, stored, turns, added, relative)
+        self._alive: Any = (queries, keys, values, out, layout, stored, turns, added, disentangled)
         self.arguments: Any = (
             tuple([(t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)]),
             (
@@ -236,8 +253,8 @@ class Attend:
     def of(self, stored: Stored | None, disentangled: Disentangled | None) -> Attend:
         """The same call with other records and terms: all other arguments need no second look."""
         other = copy.copy(self)
-        relative, distances = _distances(disentangled, self._queries)
-        other._alive = self._alive, stored, relative
+        distances = _distances(disentangled, self._queries)
+        other._alive = self._alive, stored, disentangled
         records = NOT_STORED if stored is None else _records(stored, self._columns, self._key_heads)
         arguments = list(self.arguments)
         arguments[_RECORDS], arguments[_DISTANCES] = records, distances
@@ -421,24 +438,15 @@ def table_of(table: Tensor | None, window: int | None, heads: int) -> tuple[int,
     return table.data_ptr(), table.shape[1] // 2 + 1, table.shape[1] if table.shape[0] > 1 else 0, window or 0
 
 
-def _distances(disentangled: Disentangled | None, queries: Tensor) -> tuple[list[Tensor], Any]:
-    """What must stay alive, and what the native call gets."""
-    if disentangled is None or (disentangled.key is None and disentangled.query is None):
-        return [], NOT_DISTANT
-    given = [t for t in (disentangled.key, disentangled.query) if t is not None]
-    for tensor in given:
-        if tensor.dtype != queries.dtype or tensor.dim() != 2 or tensor.shape[1] != queries.shape[1]:
+def _distances(disentangled: Disentangled | None, queries: Tensor) -> Any:
+    """What the native call gets."""
+    if disentangled is None:
+        return NOT_DISTANT
+    arguments, kept = disentangled.native
+    for tensor in kept:
+        if tensor.dtype != queries.dtype or tensor.shape[1] != queries.shape[1]:
             raise ValueError(f"relative keys and queries {tuple(tensor.shape)} {tensor.dtype} do not fit the queries")
-        if len(tensor) != len(given[0]):
-            raise ValueError("relative keys and queries differ in rows")
-    bucket = _array(disentangled.bucket, np.int32)
-    if len(disentangled.bucket) % 2 != 1:
-        raise ValueError("buckets are int32 [2 * span - 1]")
-    kept = [None if t is None else t.contiguous() for t in (disentangled.key, disentangled.query)]
-    line = queries.shape[1] * queries.element_size()
-    key, query = (0 if t is None else t.data_ptr() for t in kept)
-    span = len(disentangled.bucket) // 2 + 1
-    return [t for t in kept if t is not None], (key, line, query, line, len(given[0]), bucket, span)
+    return arguments
 
 
 join_torch(native.use_team)

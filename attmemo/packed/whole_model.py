@@ -3,7 +3,8 @@
 A line of twenty tokens waits longer for modules, masks, hooks and output classes than for its blocks. Here ids become
 embedded rows without padding (`kernels/embeddings.py`), the blocks run over them, and the rows go to where the tokens
 were. The numbers are those of the model's own modules with hooked blocks, bit by bit: torch's own norm and linear
-layer are called where sums have an order. Whatever is asked for beside that goes the hooked way.
+layer are called where sums have an order. Forwards that are looked up get their plan, and their blocks, from the
+engine. Whatever is asked for beside that goes the hooked way.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from attmemo.forward.plan import Plan
 from attmemo.kernels.embeddings import Batch, Tables, embed, read_batch, spread
 from attmemo.kernels.members import have
 from attmemo.kernels.row_attention import Layout
-from attmemo.models import Adapter
+from attmemo.models import Adapter, Call, Site, Spans
 from attmemo.models.embeddings import Embeddings, Pooler, pooler_named
 from attmemo.packed.stack import Onlookers, Stack
 
@@ -52,15 +53,15 @@ class WholeModel:
         Arguments of the model's `forward`.
     own : sequence of pairs
         Modules, and the `forward` that may stand in front of each.
-    guarded : bool
-        Whether only forwards that a guard leaves to the blocks are run: others are looked up.
+    site : Site or None
+        The blocks, if forwards are looked up that no guard leaves to them.
     """
 
     def __init__(
         self, host: nn.Module, parts: Parts, engine: Engine, names: Sequence[str],
-        own: Sequence[tuple[nn.Module, Callable[..., Any]]], *, guarded: bool = False,
+        own: Sequence[tuple[nn.Module, Callable[..., Any]]], site: Site | None = None,
     ) -> None:  # fmt: skip
-        self._guarded = guarded
+        self._site = site
         stack = engine.reuse
         assert isinstance(stack, Stack)
         self._embeddings, self._pooler, self._output = parts.embeddings, parts.pooler, parts.output
@@ -82,30 +83,27 @@ class WholeModel:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output; None: this forward goes the hooked way; or the plan that it follows there."""
-        forward, given = self._engine.current.forward, None
-        if self._guarded and (forward is None or not forward.left):
-            return None
-        if forward is not None and not forward.is_plain:
+        forward, arrays = self._engine.current.forward, None
+        if forward is not None and (forward.forced is not None or forward.given is not None):
             return None
         try:
             if not self._is_unseen() or self._stack.keep is not None or self._engine.changed():
                 return None
-            given = self._read(args, kwargs)
-            tables = self._tables_now()
-            batch = None if given is None else read_batch(given, tables)
-            return None if batch is None else self._run(batch, tables, forward)
+            if len(args) > len(self._names):
+                return None
+            given = kwargs if not args else dict(zip(self._names, args, strict=False)) | dict(kwargs)
+            arrays, tables = self._read(given), self._tables_now()
+            batch = None if arrays is None else read_batch(arrays, tables)
+            return None if batch is None else self._run(batch, tables, given, forward)
         except FAILURES as error:
             failed = Plan(self._stack.failure)
-            self._engine.failed(0, failed, error, 1 if given is None else len(given[0]))
+            self._engine.failed(0, failed, error, 1 if arrays is None else len(arrays[0]))
             return failed
 
     # -- whether it is such a forward
 
-    def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any] | None:
+    def _read(self, given: Mapping[str, Any]) -> tuple[Any, Any, Any] | None:
         """Ids, types and mask as arrays, if nothing else was given that changes anything."""
-        if len(args) > len(self._names):
-            return None
-        given = kwargs if not args else dict(zip(self._names, args, strict=False)) | dict(kwargs)
         found: dict[str, Any] = {}
         for name, value in given.items():
             if value is None:
@@ -139,27 +137,39 @@ class WholeModel:
 
     # -- the forward
 
-    def _run(self, batch: Batch, tables: Tables, forward: Forward | None) -> Any:
+    def _run(self, batch: Batch, tables: Tables, given: Mapping[str, Any], forward: Forward | None) -> Any:
+        """The output, or the plan by which the hooked way gets it; None: that way needs no plan."""
         rows, norm = torch.empty(batch.rows, tables.width, dtype=tables.dtype, device="cpu"), self._embeddings.norm
         if type(rows) is not Tensor:  # a mode of torch makes others
             return None
         embed(batch, tables, rows)
-        weights, start = norm._parameters, perf_counter()
+        weights = norm._parameters
         hidden = torch.layer_norm(rows, rows.shape[1:], weights["weight"], weights["bias"], norm.eps)
-        starts, first = batch.starts, forward is not None and forward.first
+        if self._site is None or (forward is not None and forward.left):
+            last: Tensor | Plan = self._computed(hidden, batch, forward)
+        else:
+            call, spans = Call(spread(hidden, batch), None, None, {}), Spans(batch.lengths.tolist())
+            last = self._engine.serve(self._site, call, spans, given)
+        if isinstance(last, Plan):
+            return last
+        return self._output.make(last, None if forward is not None and forward.unpooled else self._pooled(last))
+
+    def _computed(self, hidden: Tensor, batch: Batch, forward: Forward | None) -> Tensor:
+        """Last hidden states ``[B, L, H]`` from embedded rows ``[N, H]``, with nothing looked up."""
+        starts, start = batch.starts, perf_counter()
+        first, packed = forward is not None and forward.first, None if forward is None else forward.packed
         if batch.distinct < len(batch.lengths):
             starts = np.append(starts[batch.own], starts[-1])
-        found = self._stack.packed.run(
+        found = (packed or self._stack.packed).run(
             hidden, Layout(starts, starts), batch.longest, None, asked=starts[:-1] if first else None
         )
-        last = _first_rows(found, batch) if first else spread(found, batch)
-        taken, counters = perf_counter() - start, self._engine.counters
-        pooled = None if forward is not None and forward.unpooled else self._pooled(last)
-        output = self._output.make(last, pooled)
+        last, counters = _first_rows(found, batch) if first else spread(found, batch), self._engine.counters
+        lengths, repeats = batch.lengths, forward is not None and forward.repeats
         if forward is not None:
-            forward.note_plain(counters, first)
-        counters.whole(len(batch.lengths), batch.tokens, len(hidden), taken, first)
-        return output
+            forward.note_computed(counters, lengths)
+        sequences, tokens = (0, 0) if repeats else (len(lengths), batch.tokens)
+        counters.whole(sequences, tokens, len(hidden), perf_counter() - start, first)
+        return last
 
     def _pooled(self, last: Tensor) -> Tensor | None:
         pooler = self._pooler

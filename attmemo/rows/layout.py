@@ -95,29 +95,29 @@ class Placed:
 
     def __init__(self, layout: RowLayout, records: Sequence[Kept | None]) -> None:
         self._layout, self._records = layout, records  # what is held stays where it lies
-        self._begin = np.array(
+        begin = np.array(
             [0 if kept is None else kept.segment.address + kept.offset for kept in records], np.int64
         )  # fmt: skip
-        self._rows = np.array([0 if kept is None else len(kept.tokens) for kept in records], np.int64)
+        self._rows = rows = np.array([0 if kept is None else len(kept.tokens) for kept in records], np.int64)
+        there = begin > 0
+
+        def planes(of: npt.NDArray[np.int64], step: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+            """Addresses of K and V of each layer, ``[layers, 2, B]``; 0: no record."""
+            places = np.arange(2 * layout.layers, dtype=np.int64).reshape(-1, 2, 1)
+            return np.where(there, of + places * step, 0).astype(np.uint64)
+
+        self._planes = planes(begin, rows * layout.row_bytes)
+        self._scales = planes(begin + layout.scales_at(rows), 4 * layout.heads * rows) if layout.coded else None
+        self._last = np.where(there, begin + layout.last_at(rows), 0).astype(np.uint64)
 
     def layer(self, number: int) -> Stored:
-        layout, there = self._layout, self._begin > 0
-        step = self._rows * layout.row_bytes
-        keys = self._begin + 2 * number * step
-        key_scales = value_scales = None
-        if layout.coded:
-            plane = 4 * layout.heads * self._rows
-            scales = self._begin + layout.scales_at(self._rows) + 2 * number * plane
-            key_scales, value_scales = _where(there, scales), _where(there, scales + plane)
+        layout = self._layout
+        keys, values = self._planes[number]
+        key_scales, value_scales = (None, None) if self._scales is None else self._scales[number]
         return Stored(
-            _where(there, keys), _where(there, keys + step), self._rows, layout.storage[0], layout.row_bytes,
-            key_scales, value_scales, 4 * layout.heads if layout.coded else 0,
+            keys, values, self._rows, layout.storage[0], layout.row_bytes, key_scales, value_scales,
+            4 * layout.heads if layout.coded else 0,
         )  # fmt: skip
 
     def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
-        begin = self._begin + self._layout.last_at(self._rows)
-        return _where(self._begin > 0, begin), self._layout.storage[1]
-
-
-def _where(there: npt.NDArray[np.bool_], addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    return np.where(there, addresses, 0).astype(np.uint64)
+        return self._last, self._layout.storage[1]

@@ -148,9 +148,9 @@ class ServedModel:
             output, rows = self._forward(inputs), lengths
         else:
             output, rows = self._exact(inputs), lengths
-        values, states = self._values(output)
+        values, states = self._values(output, each)
         return [
-            Answer(values[place], states[place, :length] if each and states is not None else None, length, computed)
+            Answer(values[place], None if states is None else states[place, :length], length, computed)
             for place, (length, computed) in enumerate(zip(lengths, rows, strict=True))
         ]
 
@@ -174,11 +174,12 @@ class ServedModel:
     def _forward(self, inputs: dict[str, Tensor]) -> Any:
         return self.module(inputs) if self.task == "embedding" else self.module(**inputs)
 
-    def _values(self, output: Any) -> tuple[Floats, Floats | None]:
-        """Answers ``[B, …]``, and the last hidden states ``[B, L, H]`` of a model that embeds."""
+    def _values(self, output: Any, each: bool = False) -> tuple[Floats, Floats | None]:
+        """Answers ``[B, …]``; with `each` also the last hidden states ``[B, L, H]`` of a model that embeds."""
         if self.task != "embedding":
             return output.logits.float().numpy(), None
-        return output["sentence_embedding"].float().numpy(), output["token_embeddings"].float().numpy()
+        states = output["token_embeddings"].float().numpy() if each else None
+        return output["sentence_embedding"].float().numpy(), states
 
     @property
     def _takes_types(self) -> bool:

@@ -7,7 +7,6 @@ import inspect
 import pickle
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,9 +15,10 @@ from families import SIZES, _make
 from packed_models import MODELS, Inputs, _deberta, batch, has_types, host_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from whole_calls import assert_same, hook_of, hooked, noted
 
 from attmemo import memoize
-from attmemo.forward.hooks import Hook, ModelHook
+from attmemo.forward.hooks import Hook
 
 MAKE = MODELS | {
     "ELECTRA": _make("ElectraModel", "ElectraConfig", **SIZES, embedding_size=SIZES["hidden_size"]),
@@ -38,57 +38,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 def served(name: str, dtype: torch.dtype = torch.float32) -> Any:
     model = MAKE[name]().to(dtype).eval()
     return memoize(model, reuse="none")
-
-
-def hook_of(model: nn.Module) -> ModelHook:
-    hook = host_of(model).__dict__["forward"]
-    assert isinstance(hook, ModelHook)
-    return hook
-
-
-@contextmanager
-def hooked(model: nn.Module) -> Iterator[None]:
-    """Inside, all forwards go through the model's modules."""
-    hook = hook_of(model)
-    whole, hook.whole = hook.whole, None
-    try:
-        yield
-    finally:
-        hook.whole = whole
-
-
-@contextmanager
-def noted(model: nn.Module) -> Iterator[list[bool]]:
-    """Inside, notes of each forward whether it was few calls."""
-    hook, notes = hook_of(model), []
-    whole = hook.whole
-    assert whole is not None
-
-    def note(args: Any, kwargs: Any) -> Any:
-        output = whole(args, kwargs)
-        notes.append(output is not None)
-        return output
-
-    hook.whole = note
-    try:
-        yield notes
-    finally:
-        hook.whole = whole
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor: 0 and -0 differ, and NaN is what it is."""
-    return tensor.contiguous().view(torch.uint8)
-
-
-def assert_same(seen: Any, expected: Any) -> None:
-    assert type(seen) is type(expected)
-    assert list(seen) == list(expected)
-    assert vars(seen).keys() == vars(expected).keys()
-    for name in expected:
-        assert torch.equal(bits(seen[name]), bits(expected[name])), name
-        assert getattr(seen, name) is seen[name]
-        assert seen[name].stride() == expected[name].stride()
 
 
 def takes_types(model: nn.Module) -> bool:
@@ -324,9 +273,10 @@ def test_weights_that_moved_are_read_where_they_lie() -> None:
 
 def test_observers_see_what_a_forward_computes() -> None:
     model, inputs = served("BERT"), batch([9, 2])
-    with torch.inference_mode(), model.attmemo.observe() as observed:
+    with torch.inference_mode(), noted(model) as notes, model.attmemo.observe() as observed:
         model(**inputs)
-    assert observed.rows == [9, 2] or list(observed.computed) == [9, 2]
+    assert notes == [True]
+    assert (observed.tokens, observed.rows, observed.extra) == ([9, 2], [9, 2], 0)
 
 
 def test_an_error_leaves_a_forward_exact_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
