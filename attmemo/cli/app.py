@@ -57,7 +57,7 @@ class Grouped(TyperGroup):
 
 
 app = typer.Typer(
-    name="attmemo", cls=Grouped, help=HELP, epilog=EPILOG, no_args_is_help=True, add_completion=False,
+    name="attmemo", cls=Grouped, help=HELP, epilog=EPILOG, no_args_is_help=True,
     rich_markup_mode=None, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )  # fmt: skip

@@ -91,6 +91,14 @@ class TestHelp:
     def test_no_command_shows_the_overview(self) -> None:
         assert "\nStart:\n" in attmemo().output
 
+    def test_a_shell_completes_commands(self) -> None:
+        asked = {"_ATTMEMO_COMPLETE": "complete_bash", "COMP_WORDS": "attmemo se", "COMP_CWORD": "1"}
+        program = "from attmemo.cli.app import app; app(prog_name='attmemo')"
+        found = subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | asked, capture_output=True, text=True, check=True
+        )  # fmt: skip
+        assert found.stdout.split() == ["serve"]
+
     def test_version(self) -> None:
         assert re.fullmatch(r"attmemo \d+\.\d+\.\d+\S*\n", succeed("--version"))
 
