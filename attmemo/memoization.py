@@ -220,6 +220,7 @@ def memoize(
         if earlier.database is not None and earlier.database is handle.database and earlier.owns_database:
             earlier.owns_database, handle.owns_database = False, True
     unmemoize(model)
+    handle.caller = model
     handle.enable()
     # A plain attribute, not a module: state_dict and save_pretrained do not see it.
     object.__setattr__(encoder, "attmemo", handle)

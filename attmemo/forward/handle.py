@@ -12,6 +12,7 @@ from attmemo.db import Database
 from attmemo.errors import AttmemoError
 from attmemo.forward.engine import Engine
 from attmemo.forward.hooks import FollowerHook, Hook, LayerHook, ModelHook
+from attmemo.forward.wrapper_hooks import hooks_around
 from attmemo.models import Site
 from attmemo.models.base import by_module
 
@@ -25,6 +26,8 @@ class Memoization(ABC):
         None if nothing is reused.
     host : nn.Module
         The part of the model that is served.
+    caller : object
+        What the caller of `memoize` holds: the model, or a wrapper around it. Takes effect with the next `enable`.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Memoization(ABC):
         self._sites, self._followers = list(sites), list(followers)
         self._hooks: list[Hook] = []
         self._undone = False
+        self.caller: object = model
 
     @property
     @abstractmethod
@@ -75,6 +79,9 @@ class Memoization(ABC):
         hook.whole = self._whole(hook)
         self._hooks.append(hook)
         self._hooks += self._insert_outer()
+        for around in hooks_around(self, self.caller):
+            around.insert()
+            self._hooks.append(around)
 
     def _whole(self, hook: ModelHook) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
         """What runs whole forwards, beside the hooks that are in place; None: nothing does."""

@@ -1,4 +1,4 @@
-"""Hooks: a `forward` that stands in front of a module's own `forward`, and can be removed."""
+"""Hooks: a `forward` that stands in front of a module's own `forward`, and can be removed; or another method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,14 +24,21 @@ class Hook(ABC):
 
     A copied or pickled model must not take the engine along: the copy would get the records of the model it was copied
     from. So a copy gets the `forward` that was there before.
+
+    Attributes
+    ----------
+    method : str
+        The method that it stands in front of.
     """
+
+    method: ClassVar[str] = "forward"
 
     def __init__(self, owner: object, module: nn.Module) -> None:
         self.owner = owner
         self.module = module
         self.active = True
-        self.__wrapped__: Callable[..., Any] = module.forward  # where `inspect.signature` looks
-        self._before = module.__dict__.get("forward")
+        self.__wrapped__: Callable[..., Any] = getattr(module, self.method)  # where `inspect.signature` looks
+        self._before = module.__dict__.get(self.method)
 
     @property
     def __code__(self) -> Any:
@@ -39,28 +46,29 @@ class Hook(ABC):
         return self.__wrapped__.__code__
 
     def insert(self) -> None:
-        """Stand in front of the module's `forward`."""
-        self.module.forward = self
+        """Stand in front of the module's method."""
+        setattr(self.module, self.method, self)
 
     def remove(self) -> None:
-        """Put back the `forward` from before. A `forward` that was put around this one since stays in place."""
+        """Put back the method from before. One that was put around this one since stays in place."""
         self.active = False
-        if self.module.__dict__.get("forward") is not self:
-            _LOG.warning("attmemo: the forward of %s was replaced since memoize: left", type(self.module).__name__)
+        if self.module.__dict__.get(self.method) is not self:
+            kind = type(self.module).__name__
+            _LOG.warning("attmemo: the %s of %s was replaced since memoize: left", self.method, kind)
         elif self._before is None:
-            del self.module.forward  # the class's own method shows through again
+            delattr(self.module, self.method)  # the class's own method shows through again
         else:
-            self.module.forward = self._before
+            setattr(self.module, self.method, self._before)
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's `forward`, served."""
+        """The module's method, served."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._before is not None:
             return _same, (self._before,)
-        # The module is being copied: here it stands for its copy, whose state holds no `forward` yet.
-        return getattr, (self.module, "forward")
+        # The module is being copied: here it stands for its copy, whose state holds no such method yet.
+        return getattr, (self.module, self.method)
 
 
 class ModelHook(Hook):
