@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from errno import ENOSPC
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -98,8 +99,11 @@ class ChangeLog:
             file = self._open()
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                if os.fstat(file).st_size + len(line) <= self._largest or not os.fstat(file).st_size:
-                    os.write(file, line)
+                size = os.fstat(file).st_size
+                if size + len(line) <= self._largest or not size:
+                    if os.write(file, line) < len(line):  # a full disk takes a part, and the next line would follow it
+                        os.ftruncate(file, size)
+                        raise OSError(ENOSPC, os.strerror(ENOSPC))
                     return
                 if os.path.exists(self.path) and os.path.samestat(os.fstat(file), os.stat(self.path)):
                     os.replace(self.path, f"{self.path}.1")  # else another process did so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,18 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_another_file_is_refused(tm
         summary(path)
     with pytest.raises(DataError, match="no such file"):
         summary(tmp_path / "none")
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = ChangeLog(path := tmp_path / "log")
+    log.note(ENTRY, Verdict.OWE, 0.5, set(), 0)
+    before, write = path.read_bytes(), os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: write(file, data[:20]))
+        log.note(ENTRY, Verdict.OWE, 0.5, set(), 0)
+    assert path.read_bytes() == before
+    log.note(ENTRY, Verdict.OWE, 0.5, set(), 0)
+    assert len(lines(path)) == 2
 
 
 def test_a_log_that_cannot_be_written_costs_no_answer_and_is_told_once(
