@@ -86,7 +86,7 @@ class Engine:
     ) -> None:
         self.adapter, self.layers, self.database, self.reuse = adapter, layers, database, reuse
         self.planner = planner
-        self._watch, self._told = watch, False
+        self.watch, self._told = watch, False
         self.current = Current()
         self._inside: Counter[int] = Counter()  # forwards that run, by thread
         self._counting = threading.Condition()
@@ -217,7 +217,7 @@ class Engine:
         given, modules = forward.given, self.reuse.modules(site)
         if any(map(_TRAINING, modules)):
             return "training mode"
-        if self._watch.drops(site.layer):
+        if self.watch.drops(site.layer):
             return "dropout in training mode"
         if given is not None and given.reason is not None:
             return given.reason
@@ -312,7 +312,7 @@ class Engine:
 
     def changed(self) -> bool:
         """Whether weights or settings changed since `memoize`: then the model stays exact."""
-        changed = self._watch.changed()
+        changed = self.watch.changed()
         if changed and not self._told:
             self._told = True
             _LOG.warning("attmemo: the model stays exact: %s", CHANGED)

@@ -63,6 +63,11 @@ class Watch:
             for modules in layers
         ]
 
+    @property
+    def weights(self) -> frozenset[int]:
+        """The weights that are watched, by their `id`: no other object gets one of these until something changed."""
+        return frozenset(map(id, self._plain))
+
     def changed(self) -> bool:
         """Whether a weight was written or replaced, a module was replaced, or a number of one. Once True, always True.
 

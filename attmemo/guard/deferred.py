@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.forward.batch_slices import take
+from attmemo.forward.watch import Watch
 from attmemo.guard.answers import Answer
 from attmemo.guard.idle import Idle
 from attmemo.kernels.changes import Changes
+from attmemo.kernels.members import are_empty
 from attmemo.system.locking import ThreadLock
 
 if TYPE_CHECKING:
@@ -84,14 +86,15 @@ class Deferred:
     ----------
     model : nn.Module or None
         A part is left out once this model's weights have changed. None: nothing may wait.
+    watch : Watch, optional
+        Notices changes of some of the weights for good: a stamp needs the others alone.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = model
-        self._hooks = [] if model is None else [
-            hooks for one in model.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks)
-        ]  # fmt: skip
-        self._stamp = Stamp(model)
+    def __init__(self, model: nn.Module | None = None, watch: Watch | None = None) -> None:
+        self.model, self._watch = model, watch
+        modules = () if model is None else model.modules()
+        self._hooks: Any = tuple([hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)])
+        self._stamp = Stamp(model, frozenset() if watch is None else watch.weights)
         self._parts: deque[Part] = deque()
         self._sequences, self._each = 0, 0.0  # that wait; seconds that one takes
         self._lock, self._paying = ThreadLock(), ThreadLock()
@@ -107,7 +110,7 @@ class Deferred:
 
         Hooks of the user must not be called at other times, with other inputs: with one of them there is no room.
         """
-        return 0 if self.model is None or any(self._hooks) else max(MOST - self._sequences, 0)
+        return max(MOST - self._sequences, 0) if self.model is not None and are_empty(self._hooks) else 0
 
     @property
     def spare(self) -> int:
@@ -183,12 +186,13 @@ class Deferred:
 
     def _compare(self, part: Part) -> None:
         with self._paying:
-            if not any(self._hooks) and self.is_current(part):
+            if are_empty(self._hooks) and self.is_current(part):
                 part.compare(part)
 
     def is_current(self, part: Part) -> bool:
         """Whether the model is as it was when the part came."""
-        return part.stamp == self._stamp.anew()
+        changed = self._watch is not None and self._watch.changed()
+        return not changed and part.stamp == self._stamp.anew()
 
 
 def _owned(value: Any, batch: int) -> Any:
@@ -210,12 +214,14 @@ def spare_of(room: int) -> int:
 class Stamp:
     """What changes when a model's weights do, or when it begins to train; None while it trains.
 
+    `but`: weights that are left out, by their `id`.
+
     To find all weights takes a third of a millisecond, so those that were found last are asked. A weight that was
     replaced since makes one stamp wrong: it is like none that is found anew.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module | None, but: frozenset[int] = frozenset()) -> None:
+        self._model, self._but = model, but
         self._weights: tuple[Tensor, ...] = ()
         self.anew()
 
@@ -228,5 +234,6 @@ class Stamp:
     def anew(self) -> object:
         """Return the stamp, by the weights that the model has now."""
         if self._model is not None:
-            self._weights = (*self._model.parameters(), *self._model.buffers())
+            every = (*self._model.parameters(), *self._model.buffers())
+            self._weights = tuple([one for one in every if id(one) not in self._but])
         return self.now()

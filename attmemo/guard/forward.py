@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from attmemo.forward.batch_slices import has_loss, mask_in, put, shallow, take
+from attmemo.forward.batch_slices import has_loss, mask_in, put, shallow, take, tokens_in
 from attmemo.forward.context import NOTHING, Forward, Outcome
 from attmemo.forward.engine import Engine
 from attmemo.forward.row_usage import Observed
@@ -99,7 +99,7 @@ class Guarded:
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and running is None:
-                tokens = int(mask.count_nonzero())
+                tokens = tokens_in(mask)
                 why = self._reason_to_leave(tokens, len(mask))
                 if why is not None:
                     self._engine.counters.skip(why, len(mask))
@@ -129,7 +129,7 @@ class Guarded:
         if whole:
             self._engine.counters.skip("asked_without_reuse", len(mask))
         places = [] if whole else shadow.choose(len(mask), self.deferred.spare)
-        return self._left(forward, args, kwargs, int(mask.count_nonzero()), mask, places)
+        return self._left(forward, args, kwargs, tokens_in(mask), mask, places)
 
     def _left(
         self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, mask: Tensor,

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attmemo.forward.batch_slices import has_loss, mask_in, shallow, take
+from attmemo.forward.batch_slices import has_loss, mask_in, shallow, take, tokens_in
 from attmemo.forward.engine import Engine
 from attmemo.guard.answers import Answers, Read
 from attmemo.guard.certificate import Certificate
@@ -149,7 +149,7 @@ class LinearChoice:
         sized = next((one for one in (mask, ids) if isinstance(one, Tensor) and one.dim() == 2), None)
         batch = 0 if sized is None else len(sized)
         if self._rows is None and mask is not None and not serving:
-            self._account.record(int(mask.count_nonzero()), batch, perf_counter() - start, reused=False)
+            self._account.record(tokens_in(mask), batch, perf_counter() - start, reused=False)
         now = serving or self.account.learns
         if not batch or not (now or self.deferred.room):
             return output

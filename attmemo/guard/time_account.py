@@ -48,8 +48,8 @@ class _Times:
 
     def record(self, value: float) -> None:
         self.last.append(value)
-        most = _WILD * statistics.median(self.last)
-        self.mean = statistics.fmean(min(one, most) for one in self.last)
+        most = _WILD * sorted(self.last)[len(self.last) // 2]
+        self.mean = sum([min(one, most) for one in self.last]) / len(self.last)
 
 
 @dataclass(slots=True)

@@ -246,8 +246,8 @@ def prepare_rows(
             if growing is not None:
                 growing.know(sureness.of_note)
             guarded = Guarded(
-                planner.guard, guarding.answers, planner, handle.engine, growing, sureness, Deferred(whole),
-                Shadow() if guarding.shadow else None, guarding.log,
+                planner.guard, guarding.answers, planner, handle.engine, growing, sureness,
+                Deferred(whole, handle.engine.watch), Shadow() if guarding.shadow else None, guarding.log,
             )  # fmt: skip
             handle.guard(whole, guarded, keeper)
             if chooses:

@@ -357,10 +357,10 @@ def choose_linear(
     if speed < FASTER:
         _LOG.info("attmemo: linear layers stay exact: 8-bit ones are %.2f times as fast here", speed)
         return False
+    deferred = handle.deferred or Deferred(outer, handle.engine.watch)
     choice = LinearChoice(
-        budget, confidence, answers, handle.engine, rounded, speed, handle.deferred or Deferred(outer), served=served,
-        rows=rows, always=not gate,
-    )  # fmt: skip
+        budget, confidence, answers, handle.engine, rounded, speed, deferred, served=served, rows=rows, always=not gate
+    )
     handle.choose(outer, choice)
     return True
 

@@ -186,7 +186,7 @@ class TestWeights:
         _, model = pair(name)
         modules = model.attmemo.packed.blocks.modules
         weights = list({id(p): p for module in modules for p in module.parameters()}.values())
-        watch = model.attmemo.engine._watch
+        watch = model.attmemo.engine.watch
         assert {id(p) for p in weights} <= {id(p) for p in watch._counted}
         with torch.no_grad():
             weights[-1].add_(0.1)
