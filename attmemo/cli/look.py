@@ -82,7 +82,7 @@ def _summarize(database: Database) -> dict[str, Any]:
 
     manifest, records = database.manifest, database.records
     embedder, profile = manifest.embedder, manifest.profile
-    indexed = 0 if embedder is None else int((records.ids < embedder.next_id).sum())
+    indexed = 0 if embedder is None else embedder.next_id
     return {
         "path": str(database.path), "generation": manifest.generation,
         "model": {key: value for key, value in asdict(manifest.model).items() if key not in ("fields", "tokenizer")},

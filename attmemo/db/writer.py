@@ -69,7 +69,7 @@ class DatabaseWriter:
                 # The last published one; of generation 0 if there is none.
                 self.manifest: Manifest = self._begin(asked)
                 with self._catalogue(check=True) as catalogue:
-                    catalogue.delete(self.manifest.next_id)
+                    catalogue.delete(self.manifest.records)
         except BaseException:
             self.close()
             raise
@@ -164,7 +164,7 @@ class DatabaseWriter:
         """Make everything stored so far visible, as one generation, with changed fields of the manifest."""
         self._check_process()
         before = self.manifest
-        entries = [(number, record.dump()) for number, record in enumerate(self._pending, before.next_id)]
+        entries = [(number, record.dump()) for number, record in enumerate(self._pending, before.records)]
         try:
             for fd in self._files.values():
                 os.fdatasync(fd)
@@ -184,8 +184,7 @@ class DatabaseWriter:
             classes = tuple(self._classes[name] for name in sorted(self._classes))
             digest = add_to_digest(before.records_digest, entries)
             following = replace(
-                before, records=self.records, next_id=before.next_id + len(entries), records_digest=digest,
-                places=self._places, classes=classes, **changes,
+                before, records=self.records, records_digest=digest, places=self._places, classes=classes, **changes,
             )  # fmt: skip
             # One statement again: after Ctrl-C a second publication must not append the same records twice.
             self.manifest, self._pending = write_manifest(self.path, following), []

@@ -38,7 +38,7 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
         return EmbedderRef(
             weights=FileRef(weights.name, file_digest(weights)),
             backend=trained.options.backend,
-            next_id=database.manifest.next_id,
+            next_id=len(database),
             indexes=indexes,
             calibration={
                 str(layer): {str(key): curve.to_dict() for key, curve in found.calibrations.items()}
@@ -48,7 +48,7 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
                 "dimension": trained.options.dimension,
                 "coverage": trained.options.coverage,
                 "layers": {str(layer): found.report for layer, found in trained.layers.items()},
-                TRAINED: database.manifest.next_id,
+                TRAINED: len(database),
             },
         )
 
@@ -65,7 +65,7 @@ def extend_indexes(database: Database, progress: Progress | None = None) -> Embe
         backend: Backend = ref.backend  # type: ignore[assignment]  # an index with it was opened before
         indexes = _write_indexes(database, embedders, backend, folder, progress)
     report = ref.report | {TRAINED: learned_below(ref)}
-    return replace(ref, next_id=database.manifest.next_id, indexes=indexes, report=report)
+    return replace(ref, next_id=len(database), indexes=indexes, report=report)
 
 
 def learned_below(ref: EmbedderRef) -> int:
@@ -124,7 +124,7 @@ def _write_indexes(
         vectors[reached] = embed_records(database, layer, reached, [embedder])[0]
         file = folder / f"{'sequence' if layer == SEQUENCE else f'layer-{layer:03d}'}.safetensors"
         index = LayerIndex.build(vectors, lengths, backend, longest)
-        index.save(file, database.records.ids, _owner(database))
+        index.save(file, _owner(database))
         indexes[str(layer)] = FileRef(str(file.relative_to(database.path)), file_digest(file))
     tell("indexes", len(embedders), len(embedders))
     return indexes

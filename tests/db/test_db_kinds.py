@@ -119,55 +119,7 @@ def test_the_structure_of_an_unknown_kind_is_checked(tmp_path: Path, change: dic
         read_manifest(path)
 
 
-# -- ids with gaps
-
-
-def test_a_catalogue_with_gaps_reads_as_the_records_that_are_left(tmp_path: Path) -> None:
-    """Records were removed: the others keep ids, places and bytes; a builder appends behind the highest id."""
-    path = fill(tmp_path / "db")
-    everything, records = contents(path), records_of(path)
-    left = [1, 2, 5, 7]
-    rewrite(path, [records[n] for n in left], left)
-    assert read_manifest(path).next_id == 8
-    assert contents(path) == {key: everything[key] for key in sorted(everything) if key[1] in left}
-    assert findings(path) == []
-    with Database(path) as database:
-        assert database.records.ids.tolist() == left
-        assert torch.equal(database.map(1, 3), sequence(7, LENGTHS[7])[0][1])
-    with DatabaseWriter.reopen(path) as writer:
-        assert torch.equal(writer.maps(2)[0], sequence(5, LENGTHS[5])[0][0])
-        add_maps(writer, *sequence(8, 3), Provenance(0, 8))
-        writer.publish()
-    with Database(path) as database:
-        assert database.records.ids.tolist() == [*left, 8]
-        assert int(database.records.places[4]) == 3  # behind the three places of length 3: free ones may stay free
-    assert findings(path) == []
-
-
-def test_an_index_over_records_that_are_gone_still_finds_the_others(tmp_path: Path) -> None:
-    path = train_by_hand(fill(tmp_path / "db"))
-    records = records_of(path)
-    rewrite(path, [records[n] for n in (0, 2, 3, 7)], [0, 2, 3, 7])
-    with Database(path) as database:
-        ids, _ = database.index(0).search(3, np.zeros((1, 4), np.float32), 3)
-        assert sorted(ids[0].tolist()) == [-1, 0, 1]
-    assert findings(path) == []
-
-
-def test_a_removed_record_may_still_lie_in_the_catalogue(tmp_path: Path) -> None:
-    """The manifest is replaced first, the entry is deleted later: both states read the same."""
-    path = fill(tmp_path / "db")
-    everything, records = contents(path), records_of(path)
-    body = body_of(path)
-    entries = [(n, record.dump()) for n, record in enumerate(records) if n not in (3, 4)]
-    seal(path, body | {"removed": [3, 4], "records": 6, "records_digest": add_to_digest(None, entries)})
-    expected = {key: everything[key] for key in everything if key[1] not in (3, 4)}
-    assert contents(path) == expected
-    with closing(Catalogue(path, write=True)) as catalogue:
-        catalogue.delete()
-        catalogue.put(entries)
-    assert contents(path) == expected
-    assert findings(path) == []
+# -- records
 
 
 def test_the_digest_of_records_does_not_depend_on_their_order(tmp_path: Path) -> None:
@@ -202,10 +154,10 @@ def test_a_reader_whose_catalogue_is_newer_reads_the_manifest_again(
     path = fill(tmp_path / "db", LENGTHS[:4])
     later = Path(shutil.copytree(path, tmp_path / "later"))
     records = records_of(path)
-    rewrite(path, [records[n] for n in (0, 3)], [0, 3])
+    rewrite(path, [records[n] for n in (0, 3)])
     body = body_of(path)
     seal(path, body | {"generation": body["generation"] + 1})
     manifests = [read_manifest(later), read_manifest(path)]
     monkeypatch.setattr("attmemo.db.database.read_manifest", lambda _: manifests.pop(0))
     with Database(path) as database:
-        assert database.records.ids.tolist() == [0, 3]
+        assert database.records.rows.tolist() == [0, 3]
