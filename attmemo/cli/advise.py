@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +10,6 @@ import typer
 from attmemo.cli import options
 from attmemo.cli.console import Output, output, size
 from attmemo.wording import counted
-
-_COLUMNS = 80
 
 
 def advise(
@@ -61,7 +58,7 @@ def show(out: Output, found: dict[str, Any]) -> None:
     mean, ms = found["tokens"] / found["texts"], found["ms"]
     texts = counted(found["texts"], "text")
     about = f"{texts}, {mean:.0f} tokens on average, {found['batch_size']} at once, {found['dtype']}"
-    _say(out, f"{about}; {100 * found['duplicates']:.0f} % are exact duplicates of earlier ones.")
+    out.paragraph(f"{about}; {100 * found['duplicates']:.0f} % are exact duplicates of earlier ones.")
     both = [found["guarded"], found["unguarded"]]
     lines = [
         ("", "guarded", "no guard"),
@@ -76,8 +73,7 @@ def show(out: Output, found: dict[str, Any]) -> None:
     for name, one, other in lines:
         out.say(f"  {name:<36}{one:>14}{other:>14}")
     out.say()
-    _say(
-        out,
+    out.paragraph(
         f"A text takes {ms['stock']:.2f} ms with the original model and {ms['packed']:.2f} ms in packed blocks. "
         "Speeds are those of the second half: timed for so many tokens, lookups included, reading of records not. "
         f"guarded: if no answer changes, with a budget of {100 * found['budget']:g} %; where answers change, less is "
@@ -85,9 +81,4 @@ def show(out: Output, found: dict[str, Any]) -> None:
     )
     out.say()
     for advice in found["advice"]:
-        _say(out, advice)
-
-
-def _say(out: Output, text: str) -> None:
-    for line in textwrap.wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False):
-        out.say(line)
+        out.paragraph(advice)

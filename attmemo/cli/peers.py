@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,6 @@ from attmemo.cli.console import Output, output
 from attmemo.cli.files import check_apart, check_plot, write_whole
 from attmemo.wording import counted
 
-_COLUMNS = 80
 _NAME = 30
 
 
@@ -112,7 +110,7 @@ def show(out: Output, found: Mapping[str, Any]) -> None:
     from attmemo.profiler.peers import sentences
 
     for sentence in sentences(found):
-        _say(out, sentence)
+        out.paragraph(sentence)
     encoder = found["model"]["kind"] == "encoder"
     for size in found["batch"]:
         out.say()
@@ -128,7 +126,7 @@ def show(out: Output, found: Mapping[str, Any]) -> None:
             out.say(f"{path['title']:<{_NAME}}{path['converting_s']:>8.1f}{path['loading_s']:>7.1f}")
     out.say()
     for text in (*_left_out(found), *_remarks(found)):
-        _say(out, text)
+        out.paragraph(text)
 
 
 def _line(cell: Mapping[str, Any], encoder: bool) -> str:
@@ -172,8 +170,3 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
         guard = cell.get("counts", {}).get("guard")
         if guard and cell["batch"] == found["batch"][-1]:
             yield f"The guard of attmemo rows at batch {cell['batch']}: {guard['says']}."
-
-
-def _say(out: Output, text: str) -> None:
-    for line in textwrap.wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False):
-        out.say(line)
