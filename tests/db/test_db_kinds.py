@@ -1,21 +1,19 @@
-"""Kinds of slots, ids with gaps: what a database may hold beside what this version writes."""
+"""Kinds of slots: what a database may hold beside what this version writes."""
 
 from __future__ import annotations
 
 import random
 import shutil
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from databases import LENGTHS, MODEL, add_maps, contents, fill, findings, sequence, train_by_hand
+from databases import LENGTHS, MODEL, add_maps, contents, fill, findings, sequence
 from db_tools import body_of, records_of, rewrite, seal
 
-from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, SlotKind, read_manifest
-from attmemo.db.catalogue import Catalogue, add_to_digest
+from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, SlotKind, read_manifest, slot_kinds
+from attmemo.db.catalogue import add_to_digest
 from attmemo.db.encodings import TYPES
 from attmemo.db.slot_kinds import FORMS, Form, kinds_of_maps
 from attmemo.errors import DatabaseCorruptError, DatabaseError
@@ -30,8 +28,10 @@ def _plain(tensor: torch.Tensor, kind: SlotKind) -> torch.Tensor:
 
 @pytest.fixture
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = slot_kinds._known_kinds
+    monkeypatch.setattr(slot_kinds, "_known_kinds", lambda model, storage: (*known(model, storage), TOKENS, KEYS))
     for kind in (TOKENS, KEYS):
-        monkeypatch.setitem(FORMS, kind.name, Form(lambda model, storage, kind=kind: (kind,), _plain))
+        monkeypatch.setitem(FORMS, kind.name, Form(_plain))
 
 
 def _slots(row: int, length: int) -> dict[str, list[torch.Tensor]]:
@@ -61,7 +61,7 @@ def test_a_shape_in_terms_of_n_is_a_shape_for_each_length() -> None:
 
 @pytest.mark.usefixtures("_known")
 def test_more_kinds_are_stored_and_read_back_bit_for_bit(tmp_path: Path) -> None:
-    """Another kind needs an entry in the table of kinds, and no change of the format."""
+    """Another kind needs a place among the known ones and in the table of forms, and no change of the format."""
     path = _fill(tmp_path / "db")
     with Database(path) as database:
         for row, length in enumerate(LENGTHS):
@@ -80,7 +80,7 @@ def test_kinds_that_are_not_known_are_ignored_with_their_files(
     """A database of a later version: its maps are served, whatever lies in the files of the other kinds."""
     with monkeypatch.context() as patch:
         for kind in (TOKENS, KEYS):
-            patch.setitem(FORMS, kind.name, Form(lambda model, storage, kind=kind: (kind,), _plain))
+            patch.setitem(FORMS, kind.name, Form(_plain))
         path = _fill(tmp_path / "db")
     body = body_of(path)
     body["kinds"][0]["dtype"] = "int3_with_scales"
