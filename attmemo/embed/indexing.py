@@ -16,7 +16,8 @@ from typing import Final
 import numpy as np
 
 from attmemo.db import SEQUENCE, Backend, Database, EmbedderRef, FileRef, LayerIndex, file_digest, storing
-from attmemo.embed.siamese import SiameseEmbedder, load_embedders, save_embedders
+from attmemo.embed.calibration import COVERAGE
+from attmemo.embed.siamese import DIMENSION, SiameseEmbedder, load_embedders, save_embedders
 from attmemo.embed.stored import embed_records
 from attmemo.embed.training import Progress, Trained
 
@@ -45,8 +46,8 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
                 for layer, found in trained.layers.items()
             },
             report={
-                "dimension": trained.options.dimension,
-                "coverage": trained.options.coverage,
+                "dimension": DIMENSION,
+                "coverage": COVERAGE,
                 "layers": {str(layer): found.report for layer, found in trained.layers.items()},
                 TRAINED: len(database),
             },
