@@ -61,7 +61,6 @@ def show(out: Output, found: dict[str, Any]) -> None:
     out.paragraph(f"{about}; {100 * found['duplicates']:.0f} % are exact duplicates of earlier ones.")
     both = [found["guarded"], found["unguarded"]]
     lines = [
-        ("", "guarded", "no guard"),
         ("tokens recomputed, first half", *(f"{100 * kind['rows_first_half']:.0f} %" for kind in both)),
         ("tokens recomputed, second half", *(f"{100 * kind['rows_second_half']:.0f} %" for kind in both)),
         ("expected speed, packed blocks = 1", *(f"{kind['over_packed']:.2f}" for kind in both)),
@@ -69,10 +68,7 @@ def show(out: Output, found: dict[str, Any]) -> None:
         ("records", *(f"{kind['records']:,}" for kind in both)),
         ("bytes of the records", *(size(kind["bytes"]) for kind in both)),
     ]
-    out.say()
-    for name, one, other in lines:
-        out.say(f"  {name:<36}{one:>14}{other:>14}")
-    out.say()
+    out.table("", ("", "guarded", "no guard"), lines)
     out.paragraph(
         f"A text takes {ms['stock']:.2f} ms with the original model and {ms['packed']:.2f} ms in packed blocks. "
         "Speeds are those of the second half: timed for so many tokens, lookups included, reading of records not. "

@@ -13,8 +13,6 @@ from attmemo.cli.console import Output, output
 from attmemo.cli.files import check_apart, check_plot, write_whole
 from attmemo.wording import counted
 
-_NAME = 30
-
 
 def parse_batch(text: str) -> tuple[int, ...]:
     """Batch sizes separated by commas."""
@@ -113,31 +111,25 @@ def show(out: Output, found: Mapping[str, Any]) -> None:
         out.paragraph(sentence)
     encoder = found["model"]["kind"] == "encoder"
     for size in found["batch"]:
-        out.say()
-        quality = f"{'cosine':>7}{'lowest':>7}" if encoder else ""
-        out.say(f"{f'Batches of {size}':<{_NAME}}{'ms':>8}{'speed':>7}{'changed':>9}{quality}{'MiB':>7}")
-        for cell in found["cells"]:
-            if cell["batch"] == size and "speed" in cell:
-                out.say(_line(cell, encoder))
-    out.say()
-    out.say(f"{'Set-up, seconds':<{_NAME}}{'convert':>8}{'load':>7}")
-    for path in found["paths"].values():
-        if "loading_s" in path:
-            out.say(f"{path['title']:<{_NAME}}{path['converting_s']:>8.1f}{path['loading_s']:>7.1f}")
-    out.say()
+        columns = (f"batches of {size}", "ms", "speed", "changed", *(("cosine", "lowest") if encoder else ()), "MiB")
+        cells = (cell for cell in found["cells"] if cell["batch"] == size and "speed" in cell)
+        out.table("", columns, [_row(cell, encoder) for cell in cells])
+    ready = (path for path in found["paths"].values() if "loading_s" in path)
+    lines = [(path["title"], f"{path['converting_s']:.1f}", f"{path['loading_s']:.1f}") for path in ready]
+    out.table("", ("set-up, seconds", "convert", "load"), lines)
     for text in (*_left_out(found), *_remarks(found)):
         out.paragraph(text)
 
 
-def _line(cell: Mapping[str, Any], encoder: bool) -> str:
+def _row(cell: Mapping[str, Any], encoder: bool) -> tuple[str, ...]:
     from attmemo.profiler.peers import title_of
 
     quality = cell["quality"]
-    near = f"{quality['cosine_mean']:>7.4f}{quality['cosine_p1']:>7.4f}" if encoder else ""
+    near = [f"{quality[key]:.4f}" for key in ("cosine_mean", "cosine_p1")] if encoder else []
     return (
-        f"{title_of(cell):<{_NAME}}{cell['ms']:>8.2f}{cell['speed']:>7.2f}{100 * quality['changed']:>7.1f} %{near}"
-        f"{cell['memory'] / (1 << 20):>7.0f}"
-    )
+        title_of(cell), f"{cell['ms']:.2f}", f"{cell['speed']:.2f}", f"{100 * quality['changed']:.1f} %", *near,
+        f"{cell['memory'] / (1 << 20):.0f}",
+    )  # fmt: skip
 
 
 def _left_out(found: Mapping[str, Any]) -> Iterator[str]:
