@@ -13,26 +13,18 @@ from attmemo.wording import counted
 
 
 def advise(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
+    model: options.Model,
     data: Annotated[list[Path], typer.Argument(
         metavar="FILE…", show_default=False,
         help="Texts in the order in which they came, 100 or more: .txt or .log, .csv, .tsv, .jsonl or .parquet.",
     )],
     limit: Annotated[int, options.count("Read at most this many texts.", 100)] = 4000,
     batch_size: Annotated[int, options.count("Texts that come at once.")] = 16,
-    max_length: Annotated[int | None, options.count(
-        "Cut texts to this many tokens.  [default: the model's most]"
-    )] = None,
-    budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
+    max_length: options.MaxLength = None,
+    budget: options.Budget = 0.01,
     threshold: Annotated[float, options.share("Share of its tokens that a record must supply.")] = 0.5,
-    near: Annotated[int | None, options.count(
-        "Neighbours that are computed beside a token that the record lacks.  [default: 1; for classes 0 where only "
-        "numbers changed]", 0
-    )] = None,
-    most_moved: Annotated[int | None, options.count(
-        "How far a token may have moved.  [default: any distance]", 0
-    )] = None,
-    dtype: Annotated[options.Precision, options.precision("What the model is loaded in.")] = "float32",
+    near: options.Near = None, most_moved: options.MostMoved = None,
+    dtype: options.LoadedIn = "float32",
     seconds: Annotated[float, typer.Option(metavar="S", min=0.0, help="How long the model is timed, about.")] = 12.0,
     text_column: options.TextColumn = None, json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip

@@ -31,7 +31,7 @@ _SIZES: Any = "1,8,32"  # a default is parsed, and shown, like a value that is g
 
 
 def peers(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
+    model: options.Model,
     data: Annotated[list[Path], typer.Argument(
         metavar="FILE…", show_default=False,
         help="Texts in the order in which they came: .txt or .log, .csv, .tsv, .jsonl or .parquet.",
@@ -43,11 +43,9 @@ def peers(
     sample: Annotated[int, options.count(
         "Texts that every path answers, in windows over the stream; attmemo rows answers all texts."
     )] = 384,
-    dtype: Annotated[options.Precision, options.precision("What the model is loaded in.")] = "float32",
-    budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
-    max_length: Annotated[int | None, options.count(
-        "Cut texts to this many tokens.  [default: the model's most]"
-    )] = None,
+    dtype: options.LoadedIn = "float32",
+    budget: options.Budget = 0.01,
+    max_length: options.MaxLength = None,
     paths: Annotated[Any, typer.Option(
         metavar="NAME,NAME,…", parser=parse_names, show_default=False,
         help="Only these: stock, compile, openvino-f32, openvino-bf16, openvino-int8, onnx, onnx-int8, none, maps, "
