@@ -15,7 +15,7 @@ import xxhash
 
 from attmemo.db.encodings import CHOICES
 from attmemo.db.files import FILLING, MANIFEST, RESTORE, write_durably
-from attmemo.db.slot_kinds import FORMS, SlotKind
+from attmemo.db.slot_kinds import SlotKind
 from attmemo.db.slots import SlotClass
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
 from attmemo.system.json_fields import Field
@@ -107,11 +107,11 @@ class Manifest:
     page_size: int
     model: ModelInfo
     storage: str
-    kinds: tuple[SlotKind, ...]  # all that are listed, known to this library or not
+    kinds: tuple[SlotKind, ...]
     records: int = 0  # their ids are below
     records_digest: str = EMPTY_DIGEST  # of the catalogue
     places: dict[int, int] = field(default_factory=dict)  # length -> number of places
-    classes: tuple[SlotClass, ...] = ()  # those of known kinds
+    classes: tuple[SlotClass, ...] = ()
     sources: tuple[Source, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     embedder: EmbedderRef | None = None
@@ -121,12 +121,12 @@ class Manifest:
 
     @property
     def known_kinds(self) -> tuple[SlotKind, ...]:
-        """The kinds that this library reads."""
-        return tuple(kind for kind in self.kinds if kind.name in FORMS)
+        """As `kinds`: the name that the store of rows asks for."""
+        return self.kinds
 
     def layers_kept(self, kind: str) -> int:
         """Slots that a record has of a kind, one for each of the first so many layers; 0 if it keeps none."""
-        return next((found.layers for found in self.known_kinds if found.name == kind), 0)
+        return next((found.layers for found in self.kinds if found.name == kind), 0)
 
     def dump(self) -> bytes:
         """The manifest as bytes, with its own checksum on the last line."""
@@ -171,7 +171,7 @@ def _parse(body: Field) -> Manifest:
             item["length"].refuse("each length once")
         places[length] = count
         arenas = item["arenas"]
-        classes += (SlotClass.read(arenas[k.name], k, length, count, page) for k in kinds if k.name in FORMS)
+        classes += (SlotClass.read(arenas[k.name], k, length, count, page) for k in kinds)
     if records > sum(places.values()):
         body["records"].refuse(f"at most {sum(places.values())} places")
     classes.sort(key=lambda found: found.name)

@@ -1,7 +1,6 @@
 """Kinds of slots: what a record keeps, and how each kind is checked before it is stored.
 
-The manifest lists the kinds of its database. This library knows those in `FORMS` and ignores all others; a new kind of
-reuse adds its kinds to `FORMS` and to `_known_kinds`, and the format stays as it is.
+The manifest lists the kinds of its database: those of maps, or those of rows.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class SlotKind:
 
     name: str
     layers: int  # slots in a record: one for each of the layers 0 to layers - 1, or 1 for a whole sequence
-    dtype: str  # for known kinds a name of `attmemo.db.encodings.TYPES`
+    dtype: str  # a name of `attmemo.db.encodings.TYPES`
     shape: tuple[int | str, ...]  # for n valid tokens: positive numbers, and the words "n" and "n(n+1)/2"
 
     def shape_for(self, n: int) -> tuple[int, ...]:
@@ -51,25 +50,18 @@ class SlotKind:
 
     @classmethod
     def read(cls, field: Field, model: ModelInfo, storage: str) -> SlotKind:
-        """Read one entry of the manifest: a variant of a known kind, or any unknown kind."""
-        sizes = field["shape"].items()
-        if not 0 < len(sizes) < 9:
-            field["shape"].refuse("1 to 8 sizes")
-        shape = tuple(
-            size.text(among=(LENGTH, TRIANGLE)) if isinstance(size.value, str) else size.integer(1, 1 << 32)
-            for size in sizes
-        )
-        name, layers = field["name"].text("[a-z][a-z0-9-]{0,30}"), field["layers"].integer(1, 4096)
-        found = cls(name, layers, field["dtype"].text("[a-z0-9_]{1,30}"), shape)
-        variants = [kind for kind in _known_kinds(model, storage) if kind.name == name]
-        if found.name in FORMS and found not in variants:
-            field.refuse(" or ".join(map(str, dict.fromkeys(variants))))
+        """Read one entry of the manifest: a kind that a database of this model and storage may keep."""
+        name, layers, dtype = field["name"].text(among=FORMS), field["layers"].integer(), field["dtype"].text()
+        found = cls(name, layers, dtype, tuple(size.value for size in field["shape"].items()))  # type: ignore[misc]
+        known = [kind for kind in _possible_kinds(model, storage) if kind.name == name]
+        if found not in known:
+            field.refuse(" or ".join(map(str, dict.fromkeys(known))))
         return found
 
 
 @dataclass(frozen=True)
 class Form:
-    """What this library knows of a kind.
+    """How slots of a kind are stored.
 
     `store` gives the tensor to store, or DatabaseCorruptError for one that must not become a record. Only `served`
     slots get 2 MiB pages.
@@ -102,7 +94,7 @@ def kinds_of_rows(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
     )
 
 
-def _known_kinds(model: ModelInfo, storage: str) -> Iterator[SlotKind]:
+def _possible_kinds(model: ModelInfo, storage: str) -> Iterator[SlotKind]:
     """All kinds that a database of this model and storage may keep."""
     if storage in STORAGE:
         for inputs in INPUTS:
@@ -156,4 +148,4 @@ FORMS: Final = {
     KIND_SCALES: Form(_store_as_it_is, served=True),
     KIND_LAST: Form(_store_input),
 }
-"""The kinds that this library knows, by name."""
+"""All kinds, by name."""

@@ -295,9 +295,9 @@ def _resume(path: Path, asked: Manifest) -> Manifest:
         if old.get(key) != new.get(key):
             what = f"{path} was built with {_OPTIONS.get(key, key)} {old.get(key)}; asked: {new.get(key)}."
             raise DatabaseError(what, "ask for the same, or choose another --output")
-    if manifest.kinds != asked.kinds or manifest.known_kinds != manifest.kinds:
+    if manifest.kinds != asked.kinds:
         what = f"{path} keeps the kinds {', '.join(k.name for k in manifest.kinds)}; this build would write others."
-        raise DatabaseError(what, "append with the version that wrote it, or choose another --output")
+        raise DatabaseError(what, "ask for the same, or choose another --output")
     if manifest.page_size != asked.page_size:
         what = f"{path} was built for pages of {manifest.page_size} bytes, this machine has {asked.page_size}."
         raise DatabaseError(what, "append on a machine like the one that built it, or build a new database here")

@@ -122,7 +122,7 @@ def contents(path: Path) -> Contents:
             length = int(database.records.lengths[record])
             body = b"".join(
                 bytes(database.arena(kind.name, length).slot_bytes(int(slot)))
-                for kind in database.manifest.known_kinds
+                for kind in database.manifest.kinds
                 for layer in range(kind.layers)
                 for slot in database.slots_of(kind.name, layer, np.array([record]))
             )
