@@ -212,14 +212,7 @@ class DatabaseWriter:
         """Take the lock; the manifest to go on from."""
         path = self.path
         fresh = not path.exists()
-        if not (fresh or path.is_dir()):
-            raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
-        begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
-        there = set() if fresh else {entry.name for entry in path.iterdir()}
-        if files.MANIFEST not in there and not there <= begun:
-            fills = files.FILLING in there
-            what = "fills itself: no builder adds to it" if fills else "is not empty and is not a database"
-            raise DatabaseError(f"{path} {what}.", "choose another --output")
+        check_target(path)
         (path / files.ARENA).mkdir(parents=True, exist_ok=True)
         if fresh:
             files.sync(path.parent)
@@ -278,6 +271,18 @@ class DatabaseWriter:
                 self._files[found.name] = fd
             # pwrite, not a store through a mapping: a full disk is then an error code and not a signal.
             files.write_all(fd, body, end)
+
+
+def check_target(path: Path) -> None:
+    """Refuse a place where no database can be built: DatabaseError."""
+    if path.exists() and not path.is_dir():
+        raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
+    begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
+    there = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    if files.MANIFEST not in there and not there <= begun:
+        fills = files.FILLING in there
+        what = "fills itself: no builder adds to it" if fills else "is not empty and is not a database"
+        raise DatabaseError(f"{path} {what}.", "choose another --output")
 
 
 def _resume(path: Path, asked: Manifest) -> Manifest:
