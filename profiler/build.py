@@ -23,8 +23,8 @@ from attmemo.db import (
     kept_in,
     read_manifest,
 )
-from attmemo.db.files import ARENA, MANIFEST
-from attmemo.db.pools.filling import is_filling
+from attmemo.db.files import MANIFEST
+from attmemo.db.writer import check_target
 from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullError
 from attmemo.fingerprint import tokenizer_digest
 from attmemo.handle.description import describe
@@ -162,13 +162,8 @@ def check_place(path: Path | None, max_bytes: int | None) -> None:
     """Refuse a place or a size that no database can have, before a model is loaded. `DatabaseWriter` checks more."""
     if max_bytes is not None and max_bytes < page_size():
         raise _too_few(max_bytes)
-    if path is None:
-        return
-    if path.exists() and not path.is_dir():
-        raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
-    if path.is_dir() and any(path.iterdir()) and not (path / ARENA).is_dir():
-        what = "fills itself: no builder adds to it" if is_filling(path) else "is not empty and is not a database"
-        raise DatabaseError(f"{path} {what}.", "choose another --output")
+    if path is not None:
+        check_target(path)
 
 
 def _too_few(max_bytes: int | None) -> StorageFullError:

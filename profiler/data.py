@@ -21,8 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from attmemo.db import file_digest
 from attmemo.errors import DataError
 from attmemo.system.extras import check_installed
 
@@ -31,7 +30,6 @@ PREFERRED_NAMES = ("text", "sentence", "content", "line", "message")
 _ALIKE = 0.7  # of names without their suffixes: from here on one may be meant by the other
 _SAMPLE_ROWS = 1000
 _CHUNK_ROWS = 4096
-_BLOCK_BYTES = 1 << 20
 
 # What a text file must not begin with: the message of the first bad line would not say what it is.
 _NOT_UTF8 = {
@@ -118,12 +116,9 @@ def count_rows(files: Sequence[str | Path], *, limit: int | None = None) -> int:
 
 
 def digest(path: str | Path) -> str:
-    """Digest a file's bytes (XXH3, 32 hexadecimal digits), to recognise the same source when a build is resumed."""
-    state = xxhash.xxh3_128()
-    with _as_data_error(Path(path), "check the path and its permissions"), Path(path).open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            state.update(block)
-    return state.hexdigest()
+    """Digest a file's bytes, as `file_digest`, to recognise the same source when a build is resumed."""
+    with _as_data_error(Path(path), "check the path and its permissions"):
+        return file_digest(Path(path))
 
 
 def _as_list(files: Sequence[str | Path]) -> list[str | Path]:

@@ -264,21 +264,20 @@ def _rival(race: Race) -> str:
 
 def read_log(log: Path, fewest: int) -> Iterator[str]:
     """The lines of a file that are not blank, without ends; DataError: no text, or fewer lines than that."""
+    lines = _lines(log)
     try:
-        with log.open("rb") as stream:
-            if b"\0" in stream.read(4096):
-                raise DataError(f"{log}: is not text, expected a log with one entry a line.", "decompress it")
-        with log.open(encoding="utf-8", errors="replace") as stream:
-            count = sum(1 for line in islice((line for line in stream if line.strip()), fewest))
-        if count < fewest:
-            raise DataError(
-                f"{log} has {counted(count, 'line that is', 'lines that are')} not blank; the demo needs {fewest}, "
-                "better thousands.",
-                "give a longer log, or none: attmemo demo",
-            )
+        first = list(islice(lines, fewest))
     except OSError as error:
         raise DataError(f"{log}: cannot be read: {error.strerror or error}", "check the path") from error
-    return _lines(log)
+    if any("\0" in line for line in first):
+        raise DataError(f"{log}: is not text, expected a log with one entry a line.", "decompress it")
+    if len(first) < fewest:
+        raise DataError(
+            f"{log} has {counted(len(first), 'line that is', 'lines that are')} not blank; the demo needs {fewest}, "
+            "better thousands.",
+            "give a longer log, or none: attmemo demo",
+        )
+    return itertools.chain(first, lines)
 
 
 def _lines(log: Path) -> Iterator[str]:

@@ -24,10 +24,9 @@ from attmemo.kernels.linear32 import Linear32
 from attmemo.system.cgroups import control_groups, mounts, read_number, read_text
 from attmemo.system.machine import ROOT, cores, processor, quota
 from attmemo.system.memory import available_memory, limit_of
+from attmemo.system.precision import BFLOAT16
 from attmemo.wording import counted
 
-NATIVE: Final = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Processor features that multiply bfloat16."""
 REMOTE: Final = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "lustre", "9p", "glusterfs"}
 LEFT_OUT: Final = "ATTMEMO_WITHOUT"
 """Variable of the environment that names instruction sets; kernels for them are not used."""
@@ -75,7 +74,7 @@ def plan(facts: Facts) -> dict[str, Any]:
 
     ``database`` is the folder of ``database="auto"`` with a budget.
     """
-    native = bool(NATIVE & set(facts["features"]))
+    native = bool(BFLOAT16 & set(facts["features"]))
     asked = facts["settings"].get("OMP_NUM_THREADS", "")
     return {
         "attention": _row_attention.instruction_sets()[0],

@@ -92,7 +92,7 @@ def added(database: Database, files: Sequence[str | Path]) -> dict[str, int]:
     A file that the embedder has learned from is a `DataError`.
     """
     numbers = {source.digest: number for number, source in enumerate(database.manifest.sources)}
-    learned = database.records.sources[database.records.ids < learned_below(database.embedder_ref())]
+    learned = database.records.sources[: learned_below(database.embedder_ref())]
     found = {}
     for file in files:
         number = numbers.get(digest(file)) if Path(file).is_file() else None

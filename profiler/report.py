@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import tempfile
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path, PurePath
-from typing import Any
 
 import jinja2
 
 from attmemo.errors import AttmemoError
 from attmemo.profiler.plots import draw_panels, present_panels
 from attmemo.profiler.tables import FOUR, NOTHING, PERCENT, TIMES, Result, make_tables, show
+from attmemo.system.json_fields import finite
 
 
 def _render_page(result: Result, headline: str) -> bytes:
@@ -43,15 +41,6 @@ def _render_page(result: Result, headline: str) -> bytes:
     return page.encode()
 
 
-def _finite(value: Any) -> Any:
-    """The value with null for numbers that JSON cannot write."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def write_report(result: Result, directory: Path) -> list[Path]:
     """Write `report.html`, `report.png` and `result.json` into a directory, made if absent; gives their paths.
 
@@ -65,7 +54,7 @@ def write_report(result: Result, directory: Path) -> list[Path]:
     contents = {
         "report.html": _render_page(result, headline),
         "report.png": draw_panels(present_panels(result), result, f"{headline}\n{result.get('verdict') or ''}"),
-        "result.json": (json.dumps(_finite(result), indent=2, ensure_ascii=False) + "\n").encode(),
+        "result.json": (json.dumps(finite(result), indent=2, ensure_ascii=False) + "\n").encode(),
     }
     directory = Path(directory)
     try:

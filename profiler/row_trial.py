@@ -100,7 +100,7 @@ CONTROLS: dict[str, Callable[[Database], StandIn]] = {
 
 def read_record(database: Database, number: int) -> Record:
     """A record of a database that keeps rows, in memory."""
-    kinds = {kind.name: kind for kind in database.manifest.known_kinds}
+    kinds = {kind.name: kind for kind in database.manifest.kinds}
 
     def layers(name: str) -> Tensor:
         return torch.stack([database.view(name, layer, number) for layer in range(kinds[name].layers)])

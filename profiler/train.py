@@ -161,14 +161,10 @@ def _sizes(database: Database, longest: int) -> list[tuple[int, int]]:
 
 def _texts(loaded: LoadedModel, batch: int, length: int) -> list[dict[str, Tensor]]:
     """Other texts in every repeat, or a hit would be timed on maps that are in the cache from the time before."""
-    return [_inputs(loaded, batch, length, turn) for turn in range(1 + REPEATS)]
-
-
-def _inputs(loaded: LoadedModel, batch: int, length: int, turn: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed((batch * 100003 + length) * 16 + turn)
     vocabulary = int(loaded.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
-    ids = torch.randint(vocabulary // 10, vocabulary, (batch, length), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    generator = torch.Generator().manual_seed(batch * 100003 + length)
+    ids = torch.randint(vocabulary // 10, vocabulary, (1 + REPEATS, batch, length), generator=generator)
+    return [{"input_ids": turn, "attention_mask": torch.ones_like(turn)} for turn in ids]
 
 
 def _run(loaded: LoadedModel, inputs: dict[str, Tensor]) -> None:

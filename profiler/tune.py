@@ -154,7 +154,7 @@ def _index_all(path: Path, files: Sequence[str | Path], options: TuneOptions, te
                 "texts that are in the database are judged with one lookup per sequence only.",
                 "leave --lookup out, or give data that is not in the database",
             )
-        if ref.next_id == database.manifest.next_id:
+        if ref.next_id == len(database):
             return
         for _ in read_texts(files, text_column=options.text_column, limit=options.limit):
             pass

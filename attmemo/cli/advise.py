@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,30 +11,20 @@ from attmemo.cli import options
 from attmemo.cli.console import Output, output, size
 from attmemo.wording import counted
 
-_COLUMNS = 80
-
 
 def advise(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
+    model: options.Model,
     data: Annotated[list[Path], typer.Argument(
         metavar="FILE…", show_default=False,
         help="Texts in the order in which they came, 100 or more: .txt or .log, .csv, .tsv, .jsonl or .parquet.",
     )],
     limit: Annotated[int, options.count("Read at most this many texts.", 100)] = 4000,
     batch_size: Annotated[int, options.count("Texts that come at once.")] = 16,
-    max_length: Annotated[int | None, options.count(
-        "Cut texts to this many tokens.  [default: the model's most]"
-    )] = None,
-    budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
+    max_length: options.MaxLength = None,
+    budget: options.Budget = 0.01,
     threshold: Annotated[float, options.share("Share of its tokens that a record must supply.")] = 0.5,
-    near: Annotated[int | None, options.count(
-        "Neighbours that are computed beside a token that the record lacks.  [default: 1; for classes 0 where only "
-        "numbers changed]", 0
-    )] = None,
-    most_moved: Annotated[int | None, options.count(
-        "How far a token may have moved.  [default: any distance]", 0
-    )] = None,
-    dtype: Annotated[options.Precision, options.precision("What the model is loaded in.")] = "float32",
+    near: options.Near = None, most_moved: options.MostMoved = None,
+    dtype: options.LoadedIn = "float32",
     seconds: Annotated[float, typer.Option(metavar="S", min=0.0, help="How long the model is timed, about.")] = 12.0,
     text_column: options.TextColumn = None, json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
@@ -61,10 +50,9 @@ def show(out: Output, found: dict[str, Any]) -> None:
     mean, ms = found["tokens"] / found["texts"], found["ms"]
     texts = counted(found["texts"], "text")
     about = f"{texts}, {mean:.0f} tokens on average, {found['batch_size']} at once, {found['dtype']}"
-    _say(out, f"{about}; {100 * found['duplicates']:.0f} % are exact duplicates of earlier ones.")
+    out.paragraph(f"{about}; {100 * found['duplicates']:.0f} % are exact duplicates of earlier ones.")
     both = [found["guarded"], found["unguarded"]]
     lines = [
-        ("", "guarded", "no guard"),
         ("tokens recomputed, first half", *(f"{100 * kind['rows_first_half']:.0f} %" for kind in both)),
         ("tokens recomputed, second half", *(f"{100 * kind['rows_second_half']:.0f} %" for kind in both)),
         ("expected speed, packed blocks = 1", *(f"{kind['over_packed']:.2f}" for kind in both)),
@@ -72,12 +60,8 @@ def show(out: Output, found: dict[str, Any]) -> None:
         ("records", *(f"{kind['records']:,}" for kind in both)),
         ("bytes of the records", *(size(kind["bytes"]) for kind in both)),
     ]
-    out.say()
-    for name, one, other in lines:
-        out.say(f"  {name:<36}{one:>14}{other:>14}")
-    out.say()
-    _say(
-        out,
+    out.table("", ("", "guarded", "no guard"), lines)
+    out.paragraph(
         f"A text takes {ms['stock']:.2f} ms with the original model and {ms['packed']:.2f} ms in packed blocks. "
         "Speeds are those of the second half: timed for so many tokens, lookups included, reading of records not. "
         f"guarded: if no answer changes, with a budget of {100 * found['budget']:g} %; where answers change, less is "
@@ -85,9 +69,4 @@ def show(out: Output, found: dict[str, Any]) -> None:
     )
     out.say()
     for advice in found["advice"]:
-        _say(out, advice)
-
-
-def _say(out: Output, text: str) -> None:
-    for line in textwrap.wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False):
-        out.say(line)
+        out.paragraph(advice)

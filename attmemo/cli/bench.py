@@ -44,15 +44,7 @@ def gather(
 
     Alone and with the product with V that follows: copied, remapped, as views, where they lie, and already there.
     """
-
-    def run(**common: Any) -> dict[str, Any]:
-        from attmemo.profiler.bench import bench_gather
-
-        return bench_gather(
-            residency=residency, heads=heads, length=length, batch=batch, dtype=dtype, width=width, **common
-        )
-
-    _bench(run, _show_gather, repeats, max_bytes, json, quiet)
+    _bench("gather", locals(), _show_gather)
 
 
 @app.command()
@@ -70,15 +62,10 @@ def search(
 
     For the nearest embedding; and count how often the true nearest is found.
     """
-
-    def run(**common: Any) -> dict[str, Any]:
-        from attmemo.db import BACKENDS
-        from attmemo.profiler.bench import bench_search
-
-        backends = BACKENDS if backend is None else (backend,)
-        return bench_search(records=records, dimension=dimension, queries=queries, backends=backends, **common)
-
-    _bench(run, _show_rows, repeats, max_bytes, json, quiet)
+    values = locals()
+    if (chosen := values.pop("backend")) is not None:
+        values["backends"] = (chosen,)
+    _bench("search", values)
 
 
 @app.command()
@@ -94,15 +81,7 @@ def layer(
 
     A random model of this shape, exact and with every sequence served from memory: the most that can be saved.
     """
-
-    def run(**common: Any) -> dict[str, Any]:
-        from attmemo.profiler.bench import bench_layer
-
-        return bench_layer(
-            family=family, hidden=hidden, heads=heads, length=length, batch=batch, dtype=dtype, layers=layers, **common
-        )
-
-    _bench(run, _show_rows, repeats, max_bytes, json, quiet)
+    _bench("layer", locals())
 
 
 @app.command()
@@ -121,16 +100,7 @@ def rows(
 
     A random model of this shape, when records supply a share of the rows: a column for each share that is computed.
     """
-
-    def run(**common: Any) -> dict[str, Any]:
-        from attmemo.profiler.bench import bench_rows
-
-        return bench_rows(
-            family=family, hidden=hidden, heads=heads, length=length, batch=batch, dtype=dtype, layers=layers,
-            storage=storage, **common,
-        )  # fmt: skip
-
-    _bench(run, _show_rows, repeats, max_bytes, json, quiet)
+    _bench("rows", locals())
 
 
 app.command("peers")(peers)
@@ -159,13 +129,14 @@ def _show_rows(out: Output, found: Mapping[str, Any]) -> None:
 
 
 def _bench(
-    run: Callable[..., dict[str, Any]], show: Callable[[Output, Mapping[str, Any]], None],
-    repeats: int, max_bytes: int, json: str | None, quiet: bool,
+    name: str, values: dict[str, Any], show: Callable[[Output, Mapping[str, Any]], None] = _show_rows
 ) -> None:  # fmt: skip
-    """Run a benchmark and show its rows, notes and conditions."""
-    with output(json, quiet) as out:
+    """Run a benchmark with the values of its command, and show its rows, notes and conditions."""
+    with output(values.pop("json"), values.pop("quiet")) as out:
+        from attmemo.profiler import bench
+
         try:
-            found = run(repeats=repeats, max_bytes=max_bytes, progress=out.stages)
+            found = getattr(bench, f"bench_{name}")(**values, progress=out.stages)
         except ValueError as error:
             raise AttmemoError(f"{error}.", "see --help for what the options take") from error
         show(out, found)

@@ -90,6 +90,7 @@ def build_database(
     attmemo build-database --reuse rows --model ./model --data monday.log --output ROWS
     attmemo build-database --reuse rows --model ./model --data year.log --shard 3/8 --output SHARD-3
     """
+    values = locals() | {"storage": dtype}
     with output(json, quiet, "interrupted before anything was stored; the same command starts again") as out:
         from attmemo.profiler.build import BuildOptions, check_place
         from attmemo.profiler.build import build_database as build
@@ -98,9 +99,7 @@ def build_database(
 
         files = [*data, *(more or ())]
         next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
-        chosen = BuildOptions(
-            max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit, reuse, shard
-        )
+        chosen = options.choose(BuildOptions, values)
         check_place(destination, max_bytes)  # a large model takes minutes to load
         if destination is not None:
             check_directory("--output", destination)

@@ -10,8 +10,10 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,11 +22,13 @@ import typer
 
 from attmemo.cli.files import check_writable, write_whole
 from attmemo.errors import ArgumentError, AttmemoError
+from attmemo.system.json_fields import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 TRACEBACK: Final = "ATTMEMO_TRACEBACK"
+COLUMNS: Final = 80
 _PIPED_WIDTH = 140  # columns where neither a terminal nor the variable COLUMNS says how many there are
 _PATIENCE = 2.0  # seconds before a bar appears in a log file; on a terminal it appears at once
 
@@ -85,6 +89,11 @@ class Output:
         self.stages.close()
         self._to().print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def paragraph(self, text: str) -> None:
+        """Print a text in lines of 80 columns."""
+        for line in wrapped(text):
+            self.say(line)
+
     def notes(self, notes: Iterable[str]) -> None:
         """Print a line for each note."""
         for note in notes:
@@ -115,7 +124,7 @@ class Output:
         if self._json is None:
             return
         self.stages.close()
-        text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
         if self._json == "-":
             typer.echo(text)
         else:
@@ -156,6 +165,16 @@ def output(json_file: str | None, quiet: bool, interrupted: str = "interrupted")
         out.stages.close()
 
 
+@contextmanager
+def live_line(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """The last line of standard error, as what is yielded writes it; nothing where it is no terminal."""
+    from tqdm import tqdm
+
+    off = quiet or not sys.stderr.isatty()
+    with tqdm(bar_format="{desc}", file=sys.stderr, leave=False, dynamic_ncols=True, disable=off) as line:
+        yield lambda text: line.set_description_str(text[: shutil.get_terminal_size().columns - 1])
+
+
 def describe(error: Exception) -> str:
     """What went wrong and what to do next, without a traceback."""
     lines = str(error).strip().splitlines()
@@ -170,6 +189,13 @@ def describe(error: Exception) -> str:
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         following = f"check the path and its permissions; {TRACEBACK}=1 shows where it happened"
     return f"{what}\n  Next: {following}"
+
+
+def wrapped(text: str, name: str = "", indent: str = "") -> list[str]:
+    """Return a text in lines of 80 columns: the first behind `name`, the others behind `indent`."""
+    return textwrap.wrap(
+        text, COLUMNS, initial_indent=name, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )  # fmt: skip
 
 
 def size(count: float) -> str:
@@ -198,14 +224,3 @@ def cell(value: object) -> str:
 
 def _is_number(text: str) -> bool:
     return text[:1].isdigit() or text[:1] in "-–.+" or not text
-
-
-def _finite(value: Any) -> Any:
-    """The value with null for the numbers that JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

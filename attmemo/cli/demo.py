@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from attmemo.cli.console import Output, output, size
-from attmemo.cli.live import LiveLine
+from attmemo.cli.console import live_line, output, size, wrapped
 from attmemo.cli.options import Json, Quiet
 from attmemo.wording import counted
 
 if TYPE_CHECKING:
     from attmemo.profiler.race import Race
 
-_COLUMNS = 80
 REUSED = 0.2
 """Share of the lines from which reuse may be said to pay."""
 
@@ -58,20 +55,17 @@ def demo(
         raise typer.BadParameter("--stdin takes the place of LOGFILE.")
     if service is not None and (stdin or log is not None):
         raise typer.BadParameter("--service is for invented lines: it takes no LOGFILE or --stdin.")
-    live = LiveLine(quiet)
     with output(json, quiet, "interrupted; nothing was kept") as out:
-        try:
-            from attmemo.profiler.demo import Source, run_demo
+        from attmemo.profiler.demo import Source, run_demo
 
-            source = Source(log, sys.stdin.fileno() if stdin else None, service or "payments")
-            _say(out, f"Up to {seconds:.0f} seconds of {source.name}, through a model with six layers (MiniLM).")
-            found = run_demo(source, destination, seconds, live.show, lambda race: live.show(_live(race)), dtype)
-        finally:
-            live.close()
+        source = Source(log, sys.stdin.fileno() if stdin else None, service or "payments")
+        out.paragraph(f"Up to {seconds:.0f} seconds of {source.name}, through a model with six layers (MiniLM).")
+        with live_line(quiet) as show:
+            found = run_demo(source, destination, seconds, show, lambda race: show(_live(race)), dtype)
         summary = "\n".join(summarize(found))
         (destination / "summary.txt").write_text(f"{summary}\n", encoding="utf-8")
         out.say(summary)
-        _say(out, f"Plot: {found['plot']}; the same text and all numbers lie beside it. All of it can be deleted.")
+        out.paragraph(f"Plot: {found['plot']}; the same text and all numbers lie beside it. All of it can be deleted.")
         out.result(found)
 
 
@@ -81,18 +75,18 @@ def summarize(found: dict[str, Any]) -> list[str]:
     whole, what = embedder["parts"]["all"], "invented" if found["invented"] else "given"
     threads = counted(found["conditions"]["threads"], "thread")
     about = f"{found['batch']} at once, {found['model']}, {found['dtype']}, {threads}"
-    lines = _wrapped(f"Embedder: {counted(whole['texts'], f'{what} line')}, {about}.")
+    lines = wrapped(f"Embedder: {counted(whole['texts'], f'{what} line')}, {about}.")
     lines += ["", f"{'':<26}{'ms a line':>10}{'speed':>10}{'neighbours':>12}"]
     for way, ms in whole["ms"].items():
         lines.append(f"{_title(way):<26}{ms:>10.2f}{whole['speed'][way]:>10.2f}{embedder['neighbours'][way]:>12.3f}")
-    lines += ["", *_wrapped(
+    lines += ["", *wrapped(
         "speed: the original model is 1; the methods took turns on the same lines. neighbours: share of the 10 "
         "nearest lines that are those of the original model in float32."
     )]  # fmt: skip
-    lines += _wrapped(verdict_of_embedder(embedder))
+    lines += wrapped(verdict_of_embedder(embedder))
     if classifier is not None:
         whole, late = classifier["parts"]["all"], classifier["parts"]["last third"]
-        lines += ["", *_wrapped(
+        lines += ["", *wrapped(
             f"Classifier: {counted(whole['texts'], 'line')}; a linear head for {classifier['kinds']} kinds of lines, "
             f"trained on {classifier['trained_on']} of them in {classifier['training_seconds']:.1f} s."
         )]  # fmt: skip
@@ -100,15 +94,15 @@ def summarize(found: dict[str, Any]) -> list[str]:
         for way, ms in whole["ms"].items():
             speeds = f"{whole['speed'][way]:>10.2f}{late['speed'][way]:>12.2f}"
             lines.append(f"{_title(way):<26}{ms:>10.2f}{speeds}{100 * whole['changed'][way]:>10.2f} %")
-        lines += ["", *_wrapped(
+        lines += ["", *wrapped(
             f"Reuse: {100 * whole['served']:.0f} % of the lines reused, {100 * late['served']:.0f} % of the last "
             f"third; {100 * whole['rows']:.0f} % of the tokens recomputed, checks included. "
             f"Records: {classifier['records']:,}, {size(classifier['record_bytes'])} in memory."
         )]  # fmt: skip
-        lines += _wrapped(f"Guard: {classifier['guard']['says']}.")
-        lines += _wrapped(verdict_of_classifier(classifier, found["budget"]))
+        lines += wrapped(f"Guard: {classifier['guard']['says']}.")
+        lines += wrapped(verdict_of_classifier(classifier, found["budget"]))
     for note in found["notes"]:
-        lines += _wrapped(f"Note: {note}")
+        lines += wrapped(f"Note: {note}")
     return [*lines, "", "Next: attmemo advise MODEL FILE looks at your own model and lines."]
 
 
@@ -168,12 +162,3 @@ def _live(race: Race) -> str:
     checks = f"{guard['verified']} {'' if needed is None else f'of about {needed} '}checks"
     speeds = f"reuse {found.speed[ROWS] / found.speed[PACKED]:.1f}x exact"
     return f"classifier: {found.texts} lines, {checks}, {speeds}, {100 * found.served:.0f} % reused"
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
-
-
-def _say(out: Output, text: str) -> None:
-    for line in _wrapped(text):
-        out.say(line)

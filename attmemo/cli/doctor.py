@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
-from attmemo.cli.console import Output, output, size
+from attmemo.cli.console import Output, output, size, wrapped
 from attmemo.cli.options import Json, Quiet
 from attmemo.wording import counted
-
-_COLUMNS = 80
 
 
 def doctor(json: Json = None, quiet: Quiet = False) -> None:
@@ -30,8 +27,7 @@ def doctor(json: Json = None, quiet: Quiet = False) -> None:
         else:
             out.say("What to change")
         for item in advice:
-            for line in textwrap.wrap(item["what"], _COLUMNS - 4, initial_indent="  - ", subsequent_indent="    "):
-                out.say(line)
+            out.say("\n".join(wrapped(item["what"], "  - ", "    ")))
             out.say(f"      {item['command']}")
         out.result({"machine": facts, "plan": planned, "advice": advice})
 
@@ -39,11 +35,7 @@ def doctor(json: Json = None, quiet: Quiet = False) -> None:
 def _section(out: Output, title: str, rows: list[tuple[str, str]]) -> None:
     out.say(title)
     for name, text in rows:
-        indent = " " * 20
-        for line in textwrap.wrap(
-            text, _COLUMNS, initial_indent=f"  {name:<18}", subsequent_indent=indent, break_long_words=False
-        ):
-            out.say(line)
+        out.say("\n".join(wrapped(text, f"  {name:<18}", " " * 20)))
     out.say()
 
 

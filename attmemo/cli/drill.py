@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
@@ -23,9 +23,9 @@ ROUNDS: Final = 90
 
 
 def drill(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
-    budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
-    dtype: Annotated[options.Precision, options.precision("What the model is loaded in.")] = "float32",
+    model: options.Model,
+    budget: options.Budget = 0.01,
+    dtype: options.LoadedIn = "float32",
     json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
     """Show that the guard's alarm rises.

@@ -82,7 +82,7 @@ def _summarize(database: Database) -> dict[str, Any]:
 
     manifest, records = database.manifest, database.records
     embedder, profile = manifest.embedder, manifest.profile
-    indexed = 0 if embedder is None else int((records.ids < embedder.next_id).sum())
+    indexed = 0 if embedder is None else embedder.next_id
     return {
         "path": str(database.path), "generation": manifest.generation,
         "model": {key: value for key, value in asdict(manifest.model).items() if key not in ("fields", "tokenizer")},
@@ -102,7 +102,7 @@ def _summarize(database: Database) -> dict[str, Any]:
 def _kinds(database: Database) -> list[dict[str, Any]]:
     """What a record keeps: for each kind of slots its type and shape, and bytes with padding, in all and a record."""
     found = []
-    for kind in database.manifest.known_kinds:
+    for kind in database.manifest.kinds:
         classes = [c for c in database.manifest.classes if c.kind.name == kind.name]
         total = sum(c.file_bytes for c in classes)
         found.append({
@@ -157,7 +157,7 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
             _check_filling(out, db)
             return
         with Database(db) as database:
-            slots = len(database) * sum(kind.layers for kind in database.manifest.known_kinds)
+            slots = len(database) * sum(kind.layers for kind in database.manifest.kinds)
             found = database.check(lambda done, total: out.stages("checking slots", done, total))
         for finding in found:
             out.say(f"{finding.where}: {finding.what}")

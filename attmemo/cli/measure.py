@@ -19,7 +19,7 @@ from attmemo.wording import counted
 
 def tune(
     db: options.DatabasePath, data: options.Data, more: options.MoreData = None,
-    budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
+    budget: options.Budget = 0.01,
     confidence: Annotated[float, options.share("How sure of it you want to be.")] = 0.95,
     text_column: options.TextColumn = None, limit: options.Limit = None, batch_size: options.BatchSize = 32,
     lookup: Annotated[options.Lookup, typer.Option(
@@ -88,13 +88,7 @@ def evaluate(
     lookup: Annotated[options.Lookup | None, typer.Option(
         help="Of maps: one lookup per sequence, or one in every layer.  [default: as tuned, else sequence]"
     )] = None,
-    near: Annotated[int | None, options.count(
-        "Of rows: so many neighbours of a token that the record does not supply are computed too.  [default: 1; for "
-        "guarded classes 0 where only numbers changed]", 0
-    )] = None,
-    most_moved: Annotated[int | None, options.count(
-        "Of rows: how far a token may have moved between a record and a text.  [default: any distance]", 0
-    )] = None,
+    near: options.Near = None, most_moved: options.MostMoved = None,
     report: Annotated[Path | None, typer.Option(
         metavar="DIR", help="Write report.html, report.png and result.json here.  [default: no report]"
     )] = None,

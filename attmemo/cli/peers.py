@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +12,6 @@ from attmemo.cli import options
 from attmemo.cli.console import Output, output
 from attmemo.cli.files import check_apart, check_plot, write_whole
 from attmemo.wording import counted
-
-_COLUMNS = 80
-_NAME = 30
 
 
 def parse_batch(text: str) -> tuple[int, ...]:
@@ -35,7 +31,7 @@ _SIZES: Any = "1,8,32"  # a default is parsed, and shown, like a value that is g
 
 
 def peers(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
+    model: options.Model,
     data: Annotated[list[Path], typer.Argument(
         metavar="FILE…", show_default=False,
         help="Texts in the order in which they came: .txt or .log, .csv, .tsv, .jsonl or .parquet.",
@@ -47,11 +43,9 @@ def peers(
     sample: Annotated[int, options.count(
         "Texts that every path answers, in windows over the stream; attmemo rows answers all texts."
     )] = 384,
-    dtype: Annotated[options.Precision, options.precision("What the model is loaded in.")] = "float32",
-    budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
-    max_length: Annotated[int | None, options.count(
-        "Cut texts to this many tokens.  [default: the model's most]"
-    )] = None,
+    dtype: options.LoadedIn = "float32",
+    budget: options.Budget = 0.01,
+    max_length: options.MaxLength = None,
     paths: Annotated[Any, typer.Option(
         metavar="NAME,NAME,…", parser=parse_names, show_default=False,
         help="Only these: stock, compile, openvino-f32, openvino-bf16, openvino-int8, onnx, onnx-int8, none, maps, "
@@ -112,34 +106,28 @@ def show(out: Output, found: Mapping[str, Any]) -> None:
     from attmemo.profiler.peers import sentences
 
     for sentence in sentences(found):
-        _say(out, sentence)
+        out.paragraph(sentence)
     encoder = found["model"]["kind"] == "encoder"
     for size in found["batch"]:
-        out.say()
-        quality = f"{'cosine':>7}{'lowest':>7}" if encoder else ""
-        out.say(f"{f'Batches of {size}':<{_NAME}}{'ms':>8}{'speed':>7}{'changed':>9}{quality}{'MiB':>7}")
-        for cell in found["cells"]:
-            if cell["batch"] == size and "speed" in cell:
-                out.say(_line(cell, encoder))
-    out.say()
-    out.say(f"{'Set-up, seconds':<{_NAME}}{'convert':>8}{'load':>7}")
-    for path in found["paths"].values():
-        if "loading_s" in path:
-            out.say(f"{path['title']:<{_NAME}}{path['converting_s']:>8.1f}{path['loading_s']:>7.1f}")
-    out.say()
+        columns = (f"batches of {size}", "ms", "speed", "changed", *(("cosine", "lowest") if encoder else ()), "MiB")
+        cells = (cell for cell in found["cells"] if cell["batch"] == size and "speed" in cell)
+        out.table("", columns, [_row(cell, encoder) for cell in cells])
+    ready = (path for path in found["paths"].values() if "loading_s" in path)
+    lines = [(path["title"], f"{path['converting_s']:.1f}", f"{path['loading_s']:.1f}") for path in ready]
+    out.table("", ("set-up, seconds", "convert", "load"), lines)
     for text in (*_left_out(found), *_remarks(found)):
-        _say(out, text)
+        out.paragraph(text)
 
 
-def _line(cell: Mapping[str, Any], encoder: bool) -> str:
+def _row(cell: Mapping[str, Any], encoder: bool) -> tuple[str, ...]:
     from attmemo.profiler.peers import title_of
 
     quality = cell["quality"]
-    near = f"{quality['cosine_mean']:>7.4f}{quality['cosine_p1']:>7.4f}" if encoder else ""
+    near = [f"{quality[key]:.4f}" for key in ("cosine_mean", "cosine_p1")] if encoder else []
     return (
-        f"{title_of(cell):<{_NAME}}{cell['ms']:>8.2f}{cell['speed']:>7.2f}{100 * quality['changed']:>7.1f} %{near}"
-        f"{cell['memory'] / (1 << 20):>7.0f}"
-    )
+        title_of(cell), f"{cell['ms']:.2f}", f"{cell['speed']:.2f}", f"{100 * quality['changed']:.1f} %", *near,
+        f"{cell['memory'] / (1 << 20):.0f}",
+    )  # fmt: skip
 
 
 def _left_out(found: Mapping[str, Any]) -> Iterator[str]:
@@ -172,8 +160,3 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
         guard = cell.get("counts", {}).get("guard")
         if guard and cell["batch"] == found["batch"][-1]:
             yield f"The guard of attmemo rows at batch {cell['batch']}: {guard['says']}."
-
-
-def _say(out: Output, text: str) -> None:
-    for line in textwrap.wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False):
-        out.say(line)

@@ -30,11 +30,6 @@ def parse_fill(text: str) -> bool | str:
     return {"yes": True, "no": False}.get(text, text)
 
 
-def parse_bytes(text: str) -> int:
-    """A size; see `parse_size`."""
-    return parse_size(text)
-
-
 NOTHING: Any = "0"  # a default is parsed, and shown, like a value that is given
 AUTO: Any = "auto"
 YES: Any = "yes"
@@ -89,7 +84,7 @@ def serve(
     )] = None,
     max_bytes: Annotated[Any, _named(
         "ATTMEMO_MAX_BYTES", "Bytes that new records may take: 8GiB, 500MB.  [default: an eighth of the free memory]",
-        parser=parse_bytes, metavar="SIZE", show_default=False,
+        parser=parse_size, metavar="SIZE", show_default=False,
     )] = None,
     fill: Annotated[Any, _named(
         "ATTMEMO_FILL", "Whether exact answers become records: yes, no, or the directory that they go to.",

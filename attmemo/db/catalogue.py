@@ -60,9 +60,8 @@ def value_type(slots: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All published records as arrays, ``R`` records in the order of their ids."""
+    """All published records as arrays, ``R`` records in the order of their ids, which count from 0."""
 
-    ids: Ints  # ascending; gaps are records that are gone
     lengths: Ints
     sources: Ints
     rows: Ints
@@ -71,7 +70,7 @@ class Snapshot:
     checksums: npt.NDArray[np.uint64]  # [R, slots of a record]
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.lengths)
 
     def record(self, position: int) -> Record:
         """One record, by its position in the snapshot."""
@@ -133,8 +132,8 @@ class Catalogue:
 
     def snapshot(self, manifest: Manifest) -> Snapshot:
         """The records that a manifest counts; DatabaseCorruptError names what is wrong."""
-        expected, gone = value_type(sum(kind.layers for kind in manifest.kinds)), set(manifest.removed)
-        entries = [(n, raw) for n, raw in self.entries() if n < manifest.next_id and n not in gone]
+        expected = value_type(sum(kind.layers for kind in manifest.kinds))
+        entries = [(n, raw) for n, raw in self.entries() if n < manifest.records]
         for number, raw in entries:
             if len(raw) != expected.itemsize:
                 raise self.corrupt(f"record {number} has {len(raw)} bytes, expected {expected.itemsize}")
@@ -147,9 +146,8 @@ class Catalogue:
         # Numbers that an array of numpy must be able to index.
         if len(values) and max(int(values[name].max()) for name in ("row", "place")) >= 1 << 62:
             raise self.corrupt("a record has an impossible row or place")
-        ids = np.array([number for number, _ in entries], np.int64)
         length, source, row, place, split = (values[name].astype(np.int64) for name, _ in _FIXED)
-        return Snapshot(ids, length, source, row, place, split, values["checksums"])
+        return Snapshot(length, source, row, place, split, values["checksums"])
 
     def close(self) -> None:
         self._env.close()

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import get_args
 
@@ -49,9 +48,9 @@ class Finding:
 class Database:
     """A published generation of an attention database, opened for reading.
 
-    Opening checks the manifest, the catalogue, and the size and header of every arena file; it reads no slot. Kinds
-    of slots that this library does not know are ignored, and so are their files. The attribute `records` has ids,
-    lengths, provenance, places and checksums of all records as arrays; "a record" is a position in them.
+    Opening checks the manifest, the catalogue, and the size and header of every arena file; it reads no slot. The
+    attribute `records` has lengths, provenance, places and checksums of all records as arrays; "a record" is a
+    position in them.
 
     Parameters
     ----------
@@ -83,7 +82,7 @@ class Database:
         self.records: Snapshot = self._read_records()
         for found in self.manifest.classes:
             check_arena(self.path, self.manifest.uuid, found)
-        self._kinds = {kind.name: kind for kind in self.manifest.known_kinds}
+        self._kinds = {kind.name: kind for kind in self.manifest.kinds}
         self._classes = {(c.kind.name, c.length): c for c in self.manifest.classes}
         self._check_references()
         self.reside(residency)
@@ -283,17 +282,16 @@ class Database:
             raise self._corrupt("a record names a data source that is not listed")
 
     def _check_slots(self, progress: Progress | None) -> Iterator[Finding]:
-        total, done = len(self) * sum(kind.layers for kind in self._kinds.values()), 0
-        ends = accumulate(kind.layers for kind in self.manifest.kinds)
-        first = {kind.name: end - kind.layers for kind, end in zip(self.manifest.kinds, ends, strict=True)}
+        total, done = len(self) * sum(kind.layers for kind in self.manifest.kinds), 0
         for record, length in enumerate(self.records.lengths.tolist()):
-            for kind in self._kinds.values():
+            checksums = iter(self.records.checksums[record].tolist())
+            for kind in self.manifest.kinds:
                 found, arena = self._classes[(kind.name, length)], self.arena(kind.name, length)
                 for layer in range(kind.layers):
                     slot = int(self.records.places[record]) * kind.layers + layer
                     arena.mapping.check_whole()
                     checksum = slot_checksum(self.manifest.uuid, found.name, slot, arena.slot_bytes(slot))
-                    if checksum != int(self.records.checksums[record, first[kind.name] + layer]):
+                    if checksum != next(checksums):
                         where = f"{found.file}, slot {slot} (record {record}, layer {layer})"
                         yield Finding(where, "the bytes do not match their checksum")
                 done += kind.layers

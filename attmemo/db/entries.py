@@ -121,11 +121,6 @@ def place_of(key: bytes) -> tuple[int, int]:
     return segment, place
 
 
-def record_number(raw: bytes) -> int:
-    """The number of the record with this value."""
-    return int(_RECORD.unpack_from(raw)[0])
-
-
 def record_value(kept: Kept) -> bytes:
     """The value of a record."""
     head = _RECORD.pack(

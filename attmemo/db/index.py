@@ -31,12 +31,10 @@ EF_SEARCH: Final = 64
 EXACT_BELOW: Final = 2000
 _LOOKED_AT: Final = 64  # neighbours of a query at first, where only some records may be found
 _RECHECKED = 8  # candidates beside those asked for whose distance is computed anew
-ALL: Final = "all"  # key of an index over records of any length
 _FLAT, _GRAPH = "flat", "index"  # what an entry of the container holds
 
 Vectors = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
-Key = int | Literal["all"]
 
 
 class FlatIndex:
@@ -162,34 +160,32 @@ def load_index(raw: npt.NDArray[np.uint8], dimension: int, backend: Backend) -> 
 
 
 class LayerIndex:
-    """All indexes of a layer, by token length or under `ALL`, each with the records of its positions (-1: gone)."""
+    """All indexes of a layer, by token length, each with the records of its positions."""
 
-    def __init__(self, indexes: Mapping[Key, tuple[VectorIndex, Ids]]) -> None:
+    def __init__(self, indexes: Mapping[int, tuple[VectorIndex, Ids]]) -> None:
         self._indexes = dict(indexes)
-        self.lengths = frozenset(key for key in indexes if isinstance(key, int))  # token lengths that can be found
+        self.lengths = frozenset(indexes)  # token lengths that can be found
 
     @classmethod
-    def build(cls, vectors: Vectors, lengths: Ids | None, backend: Backend, longest: int | None = None) -> LayerIndex:
-        """Index embeddings ``[R, d]`` of all records, or those of each length ``[R]`` up to `longest` tokens apart."""
-        groups: dict[Key, Ids] = {ALL: np.arange(len(vectors), dtype=np.int64)}
-        if lengths is not None:
-            kept = (n for n in np.unique(lengths).tolist() if longest is None or n <= longest)
-            groups = {n: np.flatnonzero(lengths == n).astype(np.int64) for n in kept}
+    def build(cls, vectors: Vectors, lengths: Ids, backend: Backend, longest: int | None = None) -> LayerIndex:
+        """Index embeddings ``[R, d]`` of records, those of each length ``[R]`` up to `longest` tokens apart."""
+        kept = (n for n in np.unique(lengths).tolist() if longest is None or n <= longest)
+        groups = {n: np.flatnonzero(lengths == n).astype(np.int64) for n in kept}
         return cls({
-            key: (build_index(vectors[found], backend if len(found) >= EXACT_BELOW else "flat"), found)
-            for key, found in groups.items()
+            length: (build_index(vectors[found], backend if len(found) >= EXACT_BELOW else "flat"), found)
+            for length, found in groups.items()
         })  # fmt: skip
 
-    def search(self, key: Key, queries: Vectors, k: int = 1) -> tuple[Ids, Vectors]:
-        """Records and distances ``[q, k]`` under a key; record -1 where there is none."""
-        if key not in self._indexes:
+    def search(self, length: int, queries: Vectors, k: int = 1) -> tuple[Ids, Vectors]:
+        """Records of a length, and distances, ``[q, k]``; record -1 where there is none."""
+        if length not in self._indexes:
             return np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
-        index, records = self._indexes[key]
+        index, records = self._indexes[length]
         order, distances = index.search(queries, k)
         return np.where(order < 0, -1, records[order]), distances.astype(np.float32)
 
     def search_where(
-        self, key: Key, queries: Vectors, allows: Callable[[Ids, Ids], npt.NDArray[np.bool_]]
+        self, length: int, queries: Vectors, allows: Callable[[Ids, Ids], npt.NDArray[np.bool_]]
     ) -> tuple[Ids, Vectors]:
         """The nearest record that is allowed, and its distance ``[q]``; -1 if there is none.
 
@@ -198,10 +194,10 @@ class LayerIndex:
         """
         records, distances = np.full(len(queries), -1, np.int64), np.full(len(queries), np.inf, np.float32)
         left = np.arange(len(queries))
-        count = len(self._indexes[key][0]) if key in self._indexes else 0
+        count = len(self._indexes[length][0]) if length in self._indexes else 0
         k = min(_LOOKED_AT, count)
         while len(left) and k:
-            found, near = self.search(key, queries[left], k)
+            found, near = self.search(length, queries[left], k)
             allowed = (found >= 0) & allows(found, left)
             first, some = allowed.argmax(1), allowed.any(1)
             rows = np.flatnonzero(some)
@@ -210,12 +206,12 @@ class LayerIndex:
             k = min(8 * k, count) if k < count else 0
         return records, distances
 
-    def save(self, file: Path, ids: Ids, owner: Mapping[str, str] | None = None) -> None:
-        """Write the container. `ids` are those of all records; `owner` says whose the file is, for messages."""
+    def save(self, file: Path, owner: Mapping[str, str] | None = None) -> None:
+        """Write the container; `owner` says whose the file is, for messages."""
         tensors: dict[str, npt.NDArray[Any]] = {}
-        for key, (index, records) in self._indexes.items():
-            tensors[f"{key}.{_FLAT if isinstance(index, FlatIndex) else _GRAPH}"] = index.dump()
-            tensors[f"{key}.ids"] = ids[records]
+        for length, (index, records) in self._indexes.items():
+            tensors[f"{length}.{_FLAT if isinstance(index, FlatIndex) else _GRAPH}"] = index.dump()
+            tensors[f"{length}.ids"] = records
         save_file(tensors, str(file), dict(owner or {}))
 
     @classmethod
@@ -232,17 +228,17 @@ class LayerIndex:
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             # AttributeError: a type of number that safetensors knows and numpy does not, such as F8_E4M3.
             raise corrupt(f"not an index container: {error}") from error
-        found: dict[Key, tuple[VectorIndex, Ids]] = {}
+        found: dict[int, tuple[VectorIndex, Ids]] = {}
         for name, raw in tensors.items():
             text, _, part = name.partition(".")
             if part not in (_FLAT, _GRAPH):
                 continue
             ids = tensors.get(f"{text}.ids")
-            sound = (text == ALL or text.isdecimal()) and raw.dtype == np.uint8 and raw.ndim == 1
+            sound = text.isdecimal() and raw.dtype == np.uint8 and raw.ndim == 1
             if not sound or ids is None or ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
                 raise corrupt(f"malformed entry {name!r}")
-            key: Key = ALL if text == ALL else int(text)
-            if key in found:
+            length = int(text)
+            if length in found:
                 raise corrupt(f"two indexes for length {text}")
             if ids.min() < 0 or ids.max() >= next_id:
                 raise corrupt(f"names record {ids.max()} of {next_id}")
@@ -254,17 +250,10 @@ class LayerIndex:
                 raise corrupt(str(error)) from error
             if len(index) != len(ids):
                 raise corrupt(f"{len(index)} vectors of length {text} for {len(ids)} records")
-            positions = _positions(ids, records.ids)
-            if key != ALL and (records.lengths[positions[positions >= 0]] != key).any():
+            if (records.lengths[ids] != length).any():
                 raise corrupt(f"names a record of another length than {text}")
-            found[key] = index, positions
+            found[length] = index, ids
         return cls(found)
-
-
-def _positions(ids: Ids, known: Ids) -> Ids:
-    """Where ids lie in the ascending array of known ones; -1 for ids that are gone."""
-    places = np.searchsorted(known, ids)
-    return np.where(np.append(known, -1)[places] == ids, places, -1).astype(np.int64)
 
 
 def _padded(order: Ids, distances: npt.NDArray[Any], k: int) -> tuple[Ids, Vectors]:

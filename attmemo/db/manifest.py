@@ -15,7 +15,7 @@ import xxhash
 
 from attmemo.db.encodings import CHOICES
 from attmemo.db.files import FILLING, MANIFEST, RESTORE, write_durably
-from attmemo.db.slot_kinds import FORMS, SlotKind
+from attmemo.db.slot_kinds import SlotKind
 from attmemo.db.slots import SlotClass
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
 from attmemo.system.json_fields import Field
@@ -107,13 +107,11 @@ class Manifest:
     page_size: int
     model: ModelInfo
     storage: str
-    kinds: tuple[SlotKind, ...]  # all that are listed, known to this library or not
-    records: int = 0
-    next_id: int = 0  # ids of records are below, also those of records that are gone
+    kinds: tuple[SlotKind, ...]
+    records: int = 0  # their ids are below
     records_digest: str = EMPTY_DIGEST  # of the catalogue
-    removed: tuple[int, ...] = ()  # ids that the catalogue may still hold, and that are no records any more
     places: dict[int, int] = field(default_factory=dict)  # length -> number of places
-    classes: tuple[SlotClass, ...] = ()  # those of known kinds
+    classes: tuple[SlotClass, ...] = ()
     sources: tuple[Source, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     embedder: EmbedderRef | None = None
@@ -123,12 +121,12 @@ class Manifest:
 
     @property
     def known_kinds(self) -> tuple[SlotKind, ...]:
-        """The kinds that this library reads."""
-        return tuple(kind for kind in self.kinds if kind.name in FORMS)
+        """As `kinds`: the name that the store of rows asks for."""
+        return self.kinds
 
     def layers_kept(self, kind: str) -> int:
         """Slots that a record has of a kind, one for each of the first so many layers; 0 if it keeps none."""
-        return next((found.layers for found in self.known_kinds if found.name == kind), 0)
+        return next((found.layers for found in self.kinds if found.name == kind), 0)
 
     def dump(self) -> bytes:
         """The manifest as bytes, with its own checksum on the last line."""
@@ -164,8 +162,7 @@ def _parse(body: Field) -> Manifest:
     kinds = tuple(SlotKind.read(item, model, storage) for item in body["kinds"].items())
     if len({kind.name for kind in kinds}) != len(kinds):
         body["kinds"].refuse("each kind once")
-    records, next_id = body["records"].integer(), body["next_id"].integer()
-    removed = tuple(item.integer(high=next_id - 1) for item in body["removed"].items())
+    records = body["records"].integer()
     places: dict[int, int] = {}
     classes: list[SlotClass] = []
     for item in body["lengths"].items():
@@ -174,17 +171,17 @@ def _parse(body: Field) -> Manifest:
             item["length"].refuse("each length once")
         places[length] = count
         arenas = item["arenas"]
-        classes += (SlotClass.read(arenas[k.name], k, length, count, page) for k in kinds if k.name in FORMS)
-    if records > min(next_id, sum(places.values())):
-        body["records"].refuse(f"at most {next_id} ids and {sum(places.values())} places")
+        classes += (SlotClass.read(arenas[k.name], k, length, count, page) for k in kinds)
+    if records > sum(places.values()):
+        body["records"].refuse(f"at most {sum(places.values())} places")
     classes.sort(key=lambda found: found.name)
     profile, tuning, embedder = body.get("profile"), body.get("tuning"), body.get("embedder")
-    if embedder is not None and embedder["next_id"].integer() > next_id:
-        embedder["next_id"].refuse(f"at most {next_id}")
+    if embedder is not None and embedder["next_id"].integer() > records:
+        embedder["next_id"].refuse(f"at most {records}")
     return Manifest(
         uuid=body["uuid"].text(DIGEST), generation=body["generation"].integer(), page_size=page, model=model,
-        storage=storage, kinds=kinds, records=records, next_id=next_id,
-        records_digest=body["records_digest"].text(DIGEST), removed=removed, places=places, classes=tuple(classes),
+        storage=storage, kinds=kinds, records=records, records_digest=body["records_digest"].text(DIGEST),
+        places=places, classes=tuple(classes),
         sources=tuple(Source(s["name"].text(), s["digest"].text()) for s in body["sources"].items()),
         settings=body["settings"].object(),
         embedder=None if embedder is None else EmbedderRef.read(embedder, model),

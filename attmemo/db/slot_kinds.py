@@ -1,13 +1,12 @@
 """Kinds of slots: what a record keeps, and how each kind is checked before it is stored.
 
-The manifest lists the kinds of its database. This library knows those in `FORMS` and ignores all others; a new kind of
-reuse adds its kinds to `FORMS`, and the format stays as it is.
+The manifest lists the kinds of its database: those of maps, or those of rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,7 +37,7 @@ class SlotKind:
 
     name: str
     layers: int  # slots in a record: one for each of the layers 0 to layers - 1, or 1 for a whole sequence
-    dtype: str  # for known kinds a name of `attmemo.db.encodings.TYPES`
+    dtype: str  # a name of `attmemo.db.encodings.TYPES`
     shape: tuple[int | str, ...]  # for n valid tokens: positive numbers, and the words "n" and "n(n+1)/2"
 
     def shape_for(self, n: int) -> tuple[int, ...]:
@@ -51,80 +50,57 @@ class SlotKind:
 
     @classmethod
     def read(cls, field: Field, model: ModelInfo, storage: str) -> SlotKind:
-        """Read one entry of the manifest: a variant of a known kind, or any unknown kind."""
-        sizes = field["shape"].items()
-        if not 0 < len(sizes) < 9:
-            field["shape"].refuse("1 to 8 sizes")
-        shape = tuple(
-            size.text(among=(LENGTH, TRIANGLE)) if isinstance(size.value, str) else size.integer(1, 1 << 32)
-            for size in sizes
-        )
-        name, layers = field["name"].text("[a-z][a-z0-9-]{0,30}"), field["layers"].integer(1, 4096)
-        found = cls(name, layers, field["dtype"].text("[a-z0-9_]{1,30}"), shape)
-        variants = FORMS[found.name].variants(model, storage) if found.name in FORMS else (found,)
-        if found not in variants:
-            field.refuse(" or ".join(map(str, variants)))
+        """Read one entry of the manifest: a kind that a database of this model and storage may keep."""
+        name, layers, dtype = field["name"].text(among=FORMS), field["layers"].integer(), field["dtype"].text()
+        found = cls(name, layers, dtype, tuple(size.value for size in field["shape"].items()))  # type: ignore[misc]
+        known = [kind for kind in _possible_kinds(model, storage) if kind.name == name]
+        if found not in known:
+            field.refuse(" or ".join(map(str, dict.fromkeys(known))))
         return found
 
 
 @dataclass(frozen=True)
 class Form:
-    """What this library knows of a kind.
+    """How slots of a kind are stored.
 
-    `variants` says what a kind of this name may be, for a model and a word of `STORAGE`. `store` gives the tensor to
-    store, or DatabaseCorruptError for one that must not become a record. Only `served` slots get 2 MiB pages.
+    `store` gives the tensor to store, or DatabaseCorruptError for one that must not become a record. Only `served`
+    slots get 2 MiB pages.
     """
 
-    variants: Callable[[ModelInfo, str], tuple[SlotKind, ...]]
     store: Callable[[Tensor, SlotKind], Tensor]
     served: bool = False
 
 
 def kinds_of_maps(model: ModelInfo, storage: str, settings: Mapping[str, Any]) -> tuple[SlotKind, ...]:
     """The kinds of a database that serves maps; `settings` may hold ``inputs``, one of `INPUTS`."""
-    (of_maps,), inputs = _map_kinds(model, storage), _input_kinds(model, storage)
-    return of_maps, inputs[INPUTS.index(settings.get("inputs", "all"))]
+    of_maps, of_inputs = STORAGE[storage]
+    shape = (model.heads, TRIANGLE) if model.mask_kind == CAUSAL else (model.heads, LENGTH, LENGTH)
+    kept = model.layers if settings.get("inputs", "all") == "all" else 1
+    return (
+        SlotKind(KIND_MAP, model.layers, of_maps, shape),
+        SlotKind(KIND_INPUT, kept, of_inputs, (LENGTH, model.hidden)),
+    )
 
 
 def kinds_of_rows(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
     """The kinds of a database that serves rows."""
-    (rows,), scales = _row_kinds(model, storage), _scale_kinds(model, storage)
-    return *_token_kinds(model, storage), rows, *scales, *_last_kinds(model, storage)
+    of_rows, of_last = ROW_STORAGE[storage]
+    scales = SlotKind(KIND_SCALES, model.layers, "float32", (2, LENGTH, model.heads))
+    return (
+        SlotKind(KIND_TOKENS, 1, "int32", (LENGTH,)),
+        SlotKind(KIND_ROWS, model.layers, of_rows, (2, LENGTH, model.hidden)),
+        *([scales] if storage == "int8" else []),
+        SlotKind(KIND_LAST, 1, of_last, (LENGTH, model.hidden)),
+    )
 
 
-def _token_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
-    return (SlotKind(KIND_TOKENS, 1, "int32", (LENGTH,)),)
-
-
-def _row_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
-    if storage not in ROW_STORAGE:
-        return ()
-    return (SlotKind(KIND_ROWS, model.layers, ROW_STORAGE[storage][0], (2, LENGTH, model.hidden)),)
-
-
-def _scale_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
-    return (SlotKind(KIND_SCALES, model.layers, "float32", (2, LENGTH, model.heads)),) if storage == "int8" else ()
-
-
-def _last_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
-    if storage not in ROW_STORAGE:
-        return ()
-    return (SlotKind(KIND_LAST, 1, ROW_STORAGE[storage][1], (LENGTH, model.hidden)),)
-
-
-def _map_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
-    if storage not in STORAGE:
-        return ()
-    causal = model.mask_kind == CAUSAL
-    shape = (model.heads, TRIANGLE) if causal else (model.heads, LENGTH, LENGTH)
-    return (SlotKind(KIND_MAP, model.layers, STORAGE[storage][0], shape),)
-
-
-def _input_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
-    if storage not in STORAGE:
-        return ()
-    shape, dtype = (LENGTH, model.hidden), STORAGE[storage][1]
-    return tuple(SlotKind(KIND_INPUT, layers, dtype, shape) for layers in (model.layers, 1))
+def _possible_kinds(model: ModelInfo, storage: str) -> Iterator[SlotKind]:
+    """All kinds that a database of this model and storage may keep."""
+    if storage in STORAGE:
+        for inputs in INPUTS:
+            yield from kinds_of_maps(model, storage, {"inputs": inputs})
+    if storage in ROW_STORAGE:
+        yield from kinds_of_rows(model, storage)
 
 
 def _store_map(apm: Tensor, kind: SlotKind) -> Tensor:
@@ -165,11 +141,11 @@ def _store_rows(rows: Tensor, kind: SlotKind) -> Tensor:
 
 
 FORMS: Final = {
-    KIND_MAP: Form(_map_kinds, _store_map, served=True),
-    KIND_INPUT: Form(_input_kinds, _store_input),
-    KIND_TOKENS: Form(_token_kinds, _store_as_it_is),
-    KIND_ROWS: Form(_row_kinds, _store_rows, served=True),
-    KIND_SCALES: Form(_scale_kinds, _store_as_it_is, served=True),
-    KIND_LAST: Form(_last_kinds, _store_input),
+    KIND_MAP: Form(_store_map, served=True),
+    KIND_INPUT: Form(_store_input),
+    KIND_TOKENS: Form(_store_as_it_is),
+    KIND_ROWS: Form(_store_rows, served=True),
+    KIND_SCALES: Form(_store_as_it_is, served=True),
+    KIND_LAST: Form(_store_input),
 }
-"""The kinds that this library knows, by name."""
+"""All kinds, by name."""

@@ -75,11 +75,10 @@ class SlotClass:
     @classmethod
     def read(cls, field: Field, kind: SlotKind, length: int, places: int, page: int) -> SlotClass:
         """Read stride and header of a class. A wrong stride would read the bytes of one slot as another's."""
-        units = (page, CACHE_LINE) if _is_tight(kind, length) else (page,)  # older databases always have pages
-        strides = {round_up(kind.nbytes(length), unit) for unit in units}
+        wanted = round_up(kind.nbytes(length), CACHE_LINE if _is_tight(kind, length) else page)
         stride, header = field["stride"].integer(), field["header"].integer(page, max(page, HUGE_PAGE))
-        if stride not in strides:
-            field["stride"].refuse(" or ".join(map(str, sorted(strides))))
+        if stride != wanted:
+            field["stride"].refuse(str(wanted))
         if header % page:
             field["header"].refuse(f"a multiple of {page}")
         if header + stride * places * kind.layers > 1 << 56:

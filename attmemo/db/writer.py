@@ -69,7 +69,7 @@ class DatabaseWriter:
                 # The last published one; of generation 0 if there is none.
                 self.manifest: Manifest = self._begin(asked)
                 with self._catalogue(check=True) as catalogue:
-                    catalogue.delete(self.manifest.next_id)
+                    catalogue.delete(self.manifest.records)
         except BaseException:
             self.close()
             raise
@@ -164,7 +164,7 @@ class DatabaseWriter:
         """Make everything stored so far visible, as one generation, with changed fields of the manifest."""
         self._check_process()
         before = self.manifest
-        entries = [(number, record.dump()) for number, record in enumerate(self._pending, before.next_id)]
+        entries = [(number, record.dump()) for number, record in enumerate(self._pending, before.records)]
         try:
             for fd in self._files.values():
                 os.fdatasync(fd)
@@ -184,8 +184,7 @@ class DatabaseWriter:
             classes = tuple(self._classes[name] for name in sorted(self._classes))
             digest = add_to_digest(before.records_digest, entries)
             following = replace(
-                before, records=self.records, next_id=before.next_id + len(entries), records_digest=digest,
-                places=self._places, classes=classes, **changes,
+                before, records=self.records, records_digest=digest, places=self._places, classes=classes, **changes,
             )  # fmt: skip
             # One statement again: after Ctrl-C a second publication must not append the same records twice.
             self.manifest, self._pending = write_manifest(self.path, following), []
@@ -213,14 +212,7 @@ class DatabaseWriter:
         """Take the lock; the manifest to go on from."""
         path = self.path
         fresh = not path.exists()
-        if not (fresh or path.is_dir()):
-            raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
-        begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
-        there = set() if fresh else {entry.name for entry in path.iterdir()}
-        if files.MANIFEST not in there and not there <= begun:
-            fills = files.FILLING in there
-            what = "fills itself: no builder adds to it" if fills else "is not empty and is not a database"
-            raise DatabaseError(f"{path} {what}.", "choose another --output")
+        check_target(path)
         (path / files.ARENA).mkdir(parents=True, exist_ok=True)
         if fresh:
             files.sync(path.parent)
@@ -281,6 +273,18 @@ class DatabaseWriter:
             files.write_all(fd, body, end)
 
 
+def check_target(path: Path) -> None:
+    """Refuse a place where no database can be built: DatabaseError."""
+    if path.exists() and not path.is_dir():
+        raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
+    begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
+    there = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    if files.MANIFEST not in there and not there <= begun:
+        fills = files.FILLING in there
+        what = "fills itself: no builder adds to it" if fills else "is not empty and is not a database"
+        raise DatabaseError(f"{path} {what}.", "choose another --output")
+
+
 def _resume(path: Path, asked: Manifest) -> Manifest:
     """The manifest on the disk, if a builder that asks for this one may go on with it."""
     manifest = read_manifest(path)
@@ -296,9 +300,9 @@ def _resume(path: Path, asked: Manifest) -> Manifest:
         if old.get(key) != new.get(key):
             what = f"{path} was built with {_OPTIONS.get(key, key)} {old.get(key)}; asked: {new.get(key)}."
             raise DatabaseError(what, "ask for the same, or choose another --output")
-    if manifest.kinds != asked.kinds or manifest.known_kinds != manifest.kinds:
+    if manifest.kinds != asked.kinds:
         what = f"{path} keeps the kinds {', '.join(k.name for k in manifest.kinds)}; this build would write others."
-        raise DatabaseError(what, "append with the version that wrote it, or choose another --output")
+        raise DatabaseError(what, "ask for the same, or choose another --output")
     if manifest.page_size != asked.page_size:
         what = f"{path} was built for pages of {manifest.page_size} bytes, this machine has {asked.page_size}."
         raise DatabaseError(what, "append on a machine like the one that built it, or build a new database here")

@@ -16,7 +16,8 @@ from typing import Final
 import numpy as np
 
 from attmemo.db import SEQUENCE, Backend, Database, EmbedderRef, FileRef, LayerIndex, file_digest, storing
-from attmemo.embed.siamese import SiameseEmbedder, load_embedders, save_embedders
+from attmemo.embed.calibration import COVERAGE
+from attmemo.embed.siamese import DIMENSION, SiameseEmbedder, load_embedders, save_embedders
 from attmemo.embed.stored import embed_records
 from attmemo.embed.training import Progress, Trained
 
@@ -38,17 +39,17 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
         return EmbedderRef(
             weights=FileRef(weights.name, file_digest(weights)),
             backend=trained.options.backend,
-            next_id=database.manifest.next_id,
+            next_id=len(database),
             indexes=indexes,
             calibration={
                 str(layer): {str(key): curve.to_dict() for key, curve in found.calibrations.items()}
                 for layer, found in trained.layers.items()
             },
             report={
-                "dimension": trained.options.dimension,
-                "coverage": trained.options.coverage,
+                "dimension": DIMENSION,
+                "coverage": COVERAGE,
                 "layers": {str(layer): found.report for layer, found in trained.layers.items()},
-                TRAINED: database.manifest.next_id,
+                TRAINED: len(database),
             },
         )
 
@@ -65,7 +66,7 @@ def extend_indexes(database: Database, progress: Progress | None = None) -> Embe
         backend: Backend = ref.backend  # type: ignore[assignment]  # an index with it was opened before
         indexes = _write_indexes(database, embedders, backend, folder, progress)
     report = ref.report | {TRAINED: learned_below(ref)}
-    return replace(ref, next_id=database.manifest.next_id, indexes=indexes, report=report)
+    return replace(ref, next_id=len(database), indexes=indexes, report=report)
 
 
 def learned_below(ref: EmbedderRef) -> int:
@@ -124,7 +125,7 @@ def _write_indexes(
         vectors[reached] = embed_records(database, layer, reached, [embedder])[0]
         file = folder / f"{'sequence' if layer == SEQUENCE else f'layer-{layer:03d}'}.safetensors"
         index = LayerIndex.build(vectors, lengths, backend, longest)
-        index.save(file, database.records.ids, _owner(database))
+        index.save(file, _owner(database))
         indexes[str(layer)] = FileRef(str(file.relative_to(database.path)), file_digest(file))
     tell("indexes", len(embedders), len(embedders))
     return indexes

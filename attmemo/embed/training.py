@@ -33,6 +33,10 @@ from attmemo.errors import DatabaseError
 Progress = Callable[[str, int, int], None]
 
 _QUERIES = 500  # held-out records asked for calibration, at most
+_MOST_RECORDS = 3000  # that are learned from
+_NEAR, _RANDOM = 8, 4  # records that each one makes a pair with
+_BATCH = 512  # pairs of a step
+_RATE = 3e-3  # of weights that begin as the identity
 _FEWEST_QUERIES = 20  # with fewer held-out records, training records query each other
 
 
@@ -40,15 +44,7 @@ _FEWEST_QUERIES = 20  # with fewer held-out records, training records query each
 class TrainOptions:
     """What can be chosen; the defaults serve from a few hundred to some ten thousand records."""
 
-    dimension: int = DIMENSION
-    channels: int = CHANNELS
     steps: int = 300
-    batch: int = 512
-    rate: float = 3e-3  # of weights that begin as the identity
-    near: int = 8
-    random: int = 4
-    most_records: int = 3000
-    coverage: float = COVERAGE
     seed: int = 0
     backend: Backend = "faiss"
 
@@ -104,25 +100,25 @@ def train(database: Database, options: TrainOptions | None = None, progress: Pro
     generator = np.random.default_rng(options.seed)
     with torch.random.fork_rng(devices=[]):  # the caller's generator is not ours to set
         torch.manual_seed(options.seed)
-        chosen = sample(database, train_ids, options.most_records, generator)
+        chosen = sample(database, train_ids, _MOST_RECORDS, generator)
         held_ids = sample(database, held_ids, _QUERIES, generator)
         enough = len(held_ids) >= _FEWEST_QUERIES
         judge = Judge(database, train_ids, held_ids if enough else train_ids)
-        first = find_components(database, SEQUENCE, chosen, options.channels, generator)
-        pairs = draw_pairs(database, chosen, first.coordinates, options.near, options.random, generator)
+        first = find_components(database, SEQUENCE, chosen, CHANNELS, generator)
+        pairs = draw_pairs(database, chosen, first.coordinates, _NEAR, _RANDOM, generator)
         labels = label_pairs(database, chosen, pairs, lambda done: tell("similarities", done, layers))  # [layers, P]
         own = [SEQUENCE, *range(layers)] if database.manifest.layers_kept(KIND_INPUT) == layers else [SEQUENCE]
         trained = {}
         for step, layer in enumerate(own):
             tell("embedders", step, len(own))
-            inputs = first if layer <= 0 else find_components(database, layer, chosen, options.channels, generator)
+            inputs = first if layer <= 0 else find_components(database, layer, chosen, CHANNELS, generator)
             wanted = 1.0 - (labels.mean(0) if layer == SEQUENCE else labels[layer])
-            candidates = {"principal": _siamese(inputs, pairs, wanted, options, 0)}
+            candidates = {"principal": _siamese(inputs, pairs, wanted, 0)}
             if options.steps > 0:
-                candidates["trained"] = _siamese(inputs, pairs, wanted, options, options.steps)
+                candidates["trained"] = _siamese(inputs, pairs, wanted, options.steps)
             with _one_thread():
                 best, found, quality = judge.retrieve(layer, candidates)
-            curves, scores = calibrate(found, layers_of(database, layer), options.coverage)
+            curves, scores = calibrate(found, layers_of(database, layer), COVERAGE)
             report = {f"held_out_similarity_{name}": value for name, value in quality.items()}
             report |= {"held_out": float(enough * len(held_ids)), "trained_kept": float(best == "trained")}
             trained[layer] = TrainedLayer(candidates[best], curves, scores, report)
@@ -130,25 +126,25 @@ def train(database: Database, options: TrainOptions | None = None, progress: Pro
     return Trained(trained, options)
 
 
-def _siamese(inputs: Components, pairs: Pairs, wanted: Tensor, options: TrainOptions, steps: int) -> SiameseEmbedder:
+def _siamese(inputs: Components, pairs: Pairs, wanted: Tensor, steps: int) -> SiameseEmbedder:
     """Siamese training with Adam and a one-cycle rate, smooth L1 between distance and 1 - similarity.
 
     It begins with the scaled principal components, and with no steps it ends there.
     """
     left, right = map(torch.from_numpy, pairs)
-    near = inputs.coordinates[:, : options.dimension]
+    near = inputs.coordinates[:, : DIMENSION]
     distance = (near[left] - near[right]).norm(dim=1)
     # By this factor distances fit 1 - similarity in the least squares.
     scale = float((distance * wanted).sum() / (distance * distance).sum().clamp_min(1e-12))
     coordinates = scale * inputs.coordinates
-    weights = [torch.eye(coordinates.shape[1], options.dimension), torch.eye(options.dimension)]
+    weights = [torch.eye(coordinates.shape[1], DIMENSION), torch.eye(DIMENSION)]
     for weight in weights:
         weight.requires_grad_()
-    optimizer = torch.optim.Adam(weights, lr=options.rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, total_steps=max(1, steps))
+    optimizer = torch.optim.Adam(weights, lr=_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=max(1, steps))
     with _one_thread():
         for _ in range(steps):
-            drawn = torch.randint(0, len(left), (options.batch,))
+            drawn = torch.randint(0, len(left), (_BATCH,))
             embedded = (coordinates[left[drawn]] - coordinates[right[drawn]]) @ weights[0] @ weights[1]
             distance = (embedded.square().sum(1) + 1e-9).sqrt()
             loss = F.smooth_l1_loss(distance, wanted[drawn], beta=0.05)

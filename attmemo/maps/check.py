@@ -48,7 +48,7 @@ def check_serving(handle: MapHandle, reuse: Maps, model: nn.Module, sites: Seque
     host = adapter.host(model)
     inputs, lengths = _doubled(*adapter.sample(model))
     hits = (0, 3) if len(lengths) == 4 else (0,)  # one of each length
-    form = next(kind.dtype for kind in handle.store.manifest.known_kinds if kind.name == KIND_MAP)
+    form = next(kind.dtype for kind in handle.store.manifest.kinds if kind.name == KIND_MAP)
     with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
         maps = _maps(adapter, model, sites, inputs, lengths)
         stored = {key: pack(apm, form, adapter.causal) for key, apm in maps.items()}

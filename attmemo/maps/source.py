@@ -41,7 +41,7 @@ class MapSource(ABC):
             ``[B, L, h * d]``; ``context[rows[i], :n]`` becomes the product, the rest of the row zero.
         """
         with self.fetch(layer, length, records) as maps:
-            _multiply(maps, length, values, starts, context, rows)
+            multiply_fetched(maps, length, values, starts, context, rows)
 
     @abstractmethod
     def close(self) -> None:
@@ -153,7 +153,9 @@ def multiply(arena: Arena, slots: Slots, values: Tensor, starts: Ints, context: 
         )
 
 
-def _multiply(maps: Batch, n: int, values: Tensor, starts: Ints, context: Tensor, rows: Ints) -> None:
+def multiply_fetched(
+    maps: Batch, n: int, values: Tensor, starts: Ints, context: Tensor, rows: Ints
+) -> None:
     """`MapSource.multiply` by torch.
 
     One tensor is multiplied at once only if it is contiguous and of the right type: `torch.matmul` would silently

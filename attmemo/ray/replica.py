@@ -9,13 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import fsspec  # type: ignore[import-untyped,unused-ignore]
 import xxhash
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped,unused-ignore]
 
 from attmemo.db import Database, Manifest, cache_directory, storing
-from attmemo.db.files import CATALOGUE, FULL, MANIFEST, sync
+from attmemo.db.files import CATALOGUE, FILLING, FULL, MANIFEST, sync
 from attmemo.db.folder import GUARDS
-from attmemo.db.pools.filling import is_filling
-from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, StorageFullError
+from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, StorageFullError
 from attmemo.system.locking import locked
 
 REPLICAS: Final = "replicas"
@@ -40,7 +41,7 @@ def ensure_local(place: str | os.PathLike[str], cache: str | os.PathLike[str] | 
     Parameters
     ----------
     place : path-like
-        Database directory, or a URI: ``file://…``; others need fsspec, and what fsspec needs for them.
+        Database directory, or a URI: ``file://…``, or another that fsspec reads, with what it needs for that.
     cache : path-like, optional
         Directory of replicas, on a disk of this machine. Default: ``replicas`` in attmemo's cache directory.
 
@@ -58,7 +59,7 @@ def ensure_local(place: str | os.PathLike[str], cache: str | os.PathLike[str] | 
     StorageFullError
         The disk has no room for it.
     """
-    source = _source(place)
+    source = _Source(place)
     folder = Path(cache) if cache is not None else cache_directory() / REPLICAS
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,58 +79,37 @@ def ensure_local(place: str | os.PathLike[str], cache: str | os.PathLike[str] | 
     )
 
 
-class _Folder:
-    """A database in a directory of this machine."""
+class _Source:
+    """A database in a directory of this machine, or behind a URI, as fsspec reads it."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        if is_filling(place):
-            raise DatabaseError(
-                f"{place} fills itself: every node has its own. Replicas are made of prepared databases.",
-                "attmemo build-database, or database='auto' with a budget: each node then fills its own",
-            )
-
-    def read(self, name: str) -> bytes:
-        return (self.place / name).read_bytes()
+    def __init__(self, place: str | os.PathLike[str]) -> None:
+        path = re.sub("^file://", "", str(place), flags=re.IGNORECASE)
+        if is_uri(path):
+            self.place: Any = str(place)
+            try:
+                self._files, root = fsspec.core.url_to_fs(self.place)
+            except (ImportError, ValueError) as error:
+                what = f"{place} cannot be opened: {error}."
+                raise DatabaseError(what, "check the URI, or install what it needs") from error
+            self._root = str(root).rstrip("/")
+        else:
+            self.place, self._files = Path(path), LocalFileSystem()
+            self._root = str(self.place.absolute())
 
     def manifest(self) -> bytes:
         try:
-            return self.read(MANIFEST)
+            return bytes(self._files.cat_file(f"{self._root}/{MANIFEST}"))
         except FileNotFoundError as error:
+            if self._files.exists(f"{self._root}/{FILLING}"):
+                raise DatabaseError(
+                    f"{self.place} fills itself: every node has its own. Replicas are made of prepared databases.",
+                    "attmemo build-database, or database='auto' with a budget: each node then fills its own",
+                ) from error
             hint = "name a prepared database: attmemo build-database makes one"
             raise DatabaseNotFoundError(f"{self.place} has no {MANIFEST}: it is no database.", hint) from error
         except OSError as error:
             what = f"{self.place}/{MANIFEST} cannot be read: {error.strerror or error}."
             raise DatabaseError(what, "check the place, and who may read it") from error
-
-    def size(self, name: str) -> int:
-        return (self.place / name).stat().st_size
-
-    def guards(self) -> list[str]:
-        return [f"{GUARDS}/{file.name}" for file in sorted((self.place / GUARDS).glob("*.safetensors"))]
-
-    def get(self, name: str, target: Path) -> None:
-        shutil.copyfile(self.place / name, target)
-
-
-class _Remote(_Folder):
-    """A database behind a URI of fsspec."""
-
-    def __init__(self, uri: str) -> None:
-        self.place: Any = uri
-        try:
-            import fsspec  # type: ignore[import-untyped,unused-ignore]
-        except ImportError as error:
-            raise AttmemoError(f"{uri} needs fsspec, which is not installed.", "pip install fsspec") from error
-        try:
-            self._files, root = fsspec.core.url_to_fs(uri)
-        except (ImportError, ValueError) as error:
-            what = f"{uri} cannot be opened: {error}."
-            raise DatabaseError(what, "check the URI, or install what it needs") from error
-        self._root = str(root).rstrip("/")
-
-    def read(self, name: str) -> bytes:
-        return bytes(self._files.cat_file(f"{self._root}/{name}"))
 
     def size(self, name: str) -> int:
         return int(self._files.size(f"{self._root}/{name}"))
@@ -145,13 +125,6 @@ class _Remote(_Folder):
         self._files.get_file(f"{self._root}/{name}", str(target))
 
 
-def _source(place: str | os.PathLike[str]) -> _Folder:
-    if not is_uri(place):
-        return _Folder(Path(place))
-    scheme, path = str(place).split("://", 1)
-    return _Folder(Path(path)) if scheme.lower() == "file" else _Remote(str(place))
-
-
 def _name(manifest: Manifest, raw: bytes) -> str:
     """Copies of one database may each be gone on with: the manifest's own digest tells such generations apart."""
     return f"{manifest.uuid}-{manifest.generation:08d}-{xxhash.xxh3_64_hexdigest(raw)}"
@@ -165,7 +138,7 @@ def _names(manifest: Manifest) -> list[str]:
     return found
 
 
-def _copy(source: _Folder, raw: bytes, target: Path) -> bool:
+def _copy(source: _Source, raw: bytes, target: Path) -> bool:
     """Copy a generation, check the copy, and then give it its name; False: another one was published meanwhile."""
     part = target.with_name(target.name + PART)
     shutil.rmtree(part, ignore_errors=True)  # of a process that was killed: this one holds the lock
@@ -202,7 +175,7 @@ def _copy(source: _Folder, raw: bytes, target: Path) -> bool:
     return True
 
 
-def _check(part: Path, source: _Folder) -> None:
+def _check(part: Path, source: _Source) -> None:
     try:
         with Database(part) as copy:
             findings = copy.check()
@@ -214,7 +187,7 @@ def _check(part: Path, source: _Folder) -> None:
         raise DatabaseCorruptError(what, _mend(source))
 
 
-def _mend(source: _Folder) -> str:
+def _mend(source: _Source) -> str:
     return f"ask again if the way to it may be at fault; else build it anew: attmemo check {source.place}"
 
 

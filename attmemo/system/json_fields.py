@@ -1,4 +1,4 @@
-"""Reading fields of JSON that nothing has checked yet; an error names the first wrong field.
+"""JSON: fields that nothing has checked yet, an error names the first wrong one; and what JSON cannot write.
 
 Anyone can write a manifest: a cost that is not a number would not crash a comparison, the comparison would be false.
 """
@@ -9,8 +9,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 from attmemo.errors import DatabaseCorruptError
@@ -109,6 +110,17 @@ class Field:
         if not re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", name) or not low <= int(name) <= high:
             Field(name, self.source, self.hint, outer).refuse(f"names from {low} to {high}")
         return int(name)
+
+
+def finite(value: Any) -> Any:
+    """Return a value as JSON can write it: null for numbers that are not finite, the text of a path."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def _not_a_number(text: str) -> NoReturn:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import functools
 import platform
-from pathlib import Path
+from typing import Final
 
 import torch
 
-# Flags of /proc/cpuinfo for bfloat16 dot products or a bfloat16 matrix unit, on x86 and Arm.
-_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
+from attmemo.system.machine import CPUINFO, processor
+
+BFLOAT16: Final = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Features of processors that multiply bfloat16: dot products or a matrix unit, on x86 and Arm."""
 
 
 @functools.cache
 def has_native_bfloat16() -> bool | None:
     """Whether the processor multiplies bfloat16 natively; None if unknown."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return bool(_BFLOAT16 & set(value.split()))
-    return None
+    return bool(BFLOAT16 & set(processor()[1])) if CPUINFO.exists() else None
 
 
 def slow(dtype: torch.dtype) -> str | None:

@@ -17,7 +17,7 @@ from attmemo.db.encodings import TYPES, pack, unpack
 from attmemo.db.slots import SlotClass
 from attmemo.errors import AttmemoError
 from attmemo.kernels.map_product import is_direct
-from attmemo.maps.source import multiply
+from attmemo.maps.source import multiply, multiply_fetched
 from attmemo.mmap import Arena, Residency, SlotLayout
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher, ViewFetcher
 from attmemo.profiler.bench import limits
@@ -47,19 +47,17 @@ class _Buffer:
 class _Work:
     """The variants' jobs, and their tensors.
 
-    `slots` has an int64 array ``[batch]`` for each turn, `values` is V, ``[batch, heads, length, width]``; `fetchers`
-    are all variants but ``direct``.
+    `slots` has an int64 array ``[batch]`` for each turn, `values` is V as the engine has it,
+    ``[batch * length, heads * width]``; `fetchers` are all variants but ``direct``.
     """
 
     def __init__(self, slots: list[Ints], values: Tensor, fetchers: dict[str, Any]) -> None:
         self.slots, self.values, self.fetchers = slots, values, fetchers
-        self.there: Tensor = fetchers["contiguous"].tensor
-        self.out = torch.empty_like(values)
-        # V and A·V as the engine has them: [batch * length, heads * width], [batch, length, heads * width].
-        batch, heads, length, width = values.shape
-        self.packed = values.transpose(1, 2).reshape(batch * length, heads * width).contiguous()
-        self.context = torch.empty(batch, length, heads * width, dtype=values.dtype)
-        self._starts, self._rows = np.arange(batch, dtype=np.int64) * length, np.arange(batch, dtype=np.int64)
+        self.there: Tensor = fetchers["contiguous"].tensor  # [batch, heads, length, length]
+        batch, _, self._length, _ = self.there.shape
+        self.context = torch.empty(batch, self._length, values.shape[1], dtype=values.dtype)
+        self._rows = np.arange(batch, dtype=np.int64)
+        self._starts = self._rows * self._length
 
     def put_there(self, arena: Arena, turn: int) -> None:
         """Have the maps of this turn there for ``contiguous``."""
@@ -85,17 +83,19 @@ class _Work:
 
     def _product(self, arena: Arena, fetcher: Fetcher, turn: int) -> None:
         with fetcher.fetch(arena, self.slots[turn]) as maps:
-            _multiply(maps, self.values, self.out)
+            multiply_fetched(maps, self._length, self.values, self._starts, self.context, self._rows)
 
     def _direct(self, arena: Arena, turn: int) -> None:
-        multiply(arena, self.slots[turn], self.packed, self._starts, self.context, self._rows)
+        multiply(arena, self.slots[turn], self.values, self._starts, self.context, self._rows)
 
     def check(self, arena: Arena) -> None:
         """An AttmemoError if a variant gives other bytes, or another product beyond the order of its sums."""
         self.put_there(arena, 0)
         wanted = [arena.slot(slot) for slot in self.slots[0].tolist()]
-        expected, tolerance = torch.matmul(self.there, self.values), _PRODUCT_TOLERANCE[self.values.dtype]
-        batch, heads, length, width = self.values.shape
+        batch, heads, length, _ = self.there.shape
+        values = self.values.view(batch, length, heads, -1).transpose(1, 2)
+        expected = torch.matmul(self.there, values).transpose(1, 2).reshape(self.context.shape)
+        tolerance = _PRODUCT_TOLERANCE[self.values.dtype]
         for name, job in self.jobs(arena).items():
             variant = name.removesuffix("_matmul")
             if name == variant:
@@ -103,12 +103,9 @@ class _Work:
                     if not all(torch.equal(maps[i], apm) for i, apm in enumerate(wanted)):
                         raise _differs(name, "maps")
                 continue
-            self.out.fill_(torch.nan)
             self.context.fill_(torch.nan)
             job(0)
-            direct = self.context.view(batch, length, heads, width).transpose(1, 2)
-            found = direct if variant == "direct" else self.out
-            if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
+            if not torch.allclose(self.context, expected, rtol=tolerance, atol=tolerance):
                 raise _differs(variant, "products")
 
 
@@ -165,8 +162,8 @@ def bench_gather(
     nbytes = batch * layout.nbytes
     there_bytes = nbytes // kind.itemsize * wide.itemsize
     generator = torch.Generator().manual_seed(limits.SEED)
-    # A fresh copy, a kept one and the maps that are there already; huge pages hold the arena a second time. V and
-    # its product, both in two layouts.
+    # A fresh copy, a kept one and the maps that are there already; huge pages hold the arena a second time. V, its
+    # product, and both of them in another layout.
     in_memory = 2 * nbytes + there_bytes + (2 if residency == "hugepages" else 1) * layout.file_bytes
     in_memory += 4 * batch * heads * length * width * wide.itemsize
     notes = limits.busy(where)
@@ -174,7 +171,7 @@ def bench_gather(
         scattered = np.random.default_rng(limits.SEED)
         file = folder / "bench.slots"
         _write_maps(file, layout, dtype, generator, progress)
-        values = torch.randn(batch, heads, length, width, generator=generator).to(wide)
+        values = torch.randn(batch * length, heads * width, generator=generator).to(wide)
         mapped = MapFetcher(strict=True)  # nothing of a batch can be read after its end
         fetchers: dict[str, Any] = {
             "copy": CopyFetcher(),
@@ -240,19 +237,6 @@ def _write_maps(file: Path, layout: SlotLayout, dtype: str, generator: torch.Gen
         stream.flush()
         os.fsync(stream.fileno())  # or the kernel writes them out while we measure
     progress("records", layout.slots, layout.slots)
-
-
-def _multiply(maps: Batch, values: Tensor, out: Tensor) -> None:
-    """A·V as the engine does it: at once if the batch is one dense tensor, else one record at a time.
-
-    A function of its own: no view of a window may outlive its batch.
-    """
-    stacked = maps.stacked
-    if stacked is not None and stacked.is_contiguous():
-        torch.matmul(stacked, values, out=out)
-        return
-    for place in range(len(maps)):
-        torch.matmul(maps[place], values[place], out=out[place])
 
 
 def _differs(name: str, what: str) -> AttmemoError:

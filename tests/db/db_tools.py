@@ -115,15 +115,14 @@ def records_of(path: Path) -> list[Record]:
     return [found.record(number) for number in range(len(found))]
 
 
-def rewrite(path: Path, records: list[Record], ids: list[int] | None = None) -> None:
-    """Put other entries into the catalogue, under the ids 0, 1, … by default; count and digest fit."""
+def rewrite(path: Path, records: list[Record]) -> None:
+    """Put other entries into the catalogue, under the ids 0, 1, …; count and digest fit."""
     body = body_of(path)
-    entries = [(number, record.dump()) for number, record in zip(ids or range(len(records)), records, strict=True)]
+    entries = [(number, record.dump()) for number, record in enumerate(records)]
     with closing(Catalogue(path, write=True)) as catalogue:
         catalogue.delete()
         catalogue.put(entries)
     body |= {"records_digest": add_to_digest(None, entries), "records": len(entries)}
-    body["next_id"] = max([body["next_id"], *(number + 1 for number, _ in entries)])
     seal(path, body)
 
 

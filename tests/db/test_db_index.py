@@ -38,12 +38,11 @@ def clustered(count: int, seed: int = 0) -> Vectors:
     )
 
 
-def records(lengths: npt.ArrayLike, ids: npt.ArrayLike | None = None) -> Snapshot:
+def records(lengths: npt.ArrayLike) -> Snapshot:
     """What a container is loaded for: records of these lengths."""
     found = np.asarray(lengths, np.int64)
     zeros = np.zeros(len(found), np.int64)
-    known = np.arange(len(found)) if ids is None else np.asarray(ids, np.int64)
-    return Snapshot(known, found, zeros, zeros, zeros, zeros, np.zeros((len(found), 0), np.uint64))
+    return Snapshot(found, zeros, zeros, zeros, zeros, np.zeros((len(found), 0), np.uint64))
 
 
 SIXTY = records(np.arange(60) % 3 + 4)
@@ -165,7 +164,7 @@ def test_near_copies_are_at_distance_zero() -> None:
 def saved(backend: Backend, tmp_path: Path) -> tuple[Path, Backend, LayerIndex]:
     """A container of 60 records in three lengths."""
     index = LayerIndex.build(clustered(60), np.arange(60, dtype=np.int64) % 3 + 4, backend)
-    index.save(tmp_path / "layer.safetensors", SIXTY.ids)
+    index.save(tmp_path / "layer.safetensors")
     return tmp_path / "layer.safetensors", backend, index
 
 
@@ -264,7 +263,7 @@ def test_every_stored_vector_is_found_where_records_are_few(tmp_path: Path, monk
     monkeypatch.setattr(db_index, "EXACT_BELOW", 200)
     vectors = np.concatenate([clustered(150), clustered(250)])
     lengths = np.repeat(np.array([3, 4]), [150, 250])
-    LayerIndex.build(vectors, lengths, "faiss").save(tmp_path / "container", np.arange(400))
+    LayerIndex.build(vectors, lengths, "faiss").save(tmp_path / "container")
     kinds = {name for name in load_file(str(tmp_path / "container")) if not name.endswith("ids")}
     assert kinds == {"3.flat", "4.index"}
     loaded = LayerIndex.load(tmp_path / "container", DIMENSION, "faiss", records(lengths), 400)
@@ -274,37 +273,17 @@ def test_every_stored_vector_is_found_where_records_are_few(tmp_path: Path, monk
 
 
 def test_two_indexes_for_one_length_are_refused(tmp_path: Path) -> None:
-    LayerIndex.build(clustered(30), np.full(30, 4), "flat").save(tmp_path / "one", np.arange(30))
+    LayerIndex.build(clustered(30), np.full(30, 4), "flat").save(tmp_path / "one")
     tensors = load_file(str(tmp_path / "one"))
     save_file(tensors | {"4.index": tensors["4.flat"]}, str(tmp_path / "two"))
     with pytest.raises(DatabaseCorruptError, match="two indexes for length 4"):
         LayerIndex.load(tmp_path / "two", DIMENSION, "flat", records([4] * 30), 30)
 
 
-def test_one_index_over_all_lengths_is_saved_and_loaded(backend: Backend, tmp_path: Path) -> None:
-    """Under the key `all`: records of any length are found, and the container holds their ids."""
-    vectors = clustered(60)
-    index = LayerIndex.build(vectors, None, backend)
-    index.save(tmp_path / "container", SIXTY.ids)
-    assert {name.split(".")[0] for name in load_file(str(tmp_path / "container"))} == {"all"}
-    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, backend, SIXTY, 60)
-    assert loaded.lengths == frozenset()
-    assert same(index.search("all", vectors, 3), loaded.search("all", vectors, 3))
-    assert loaded.search("all", vectors)[0][:, 0].tolist() == list(range(60))
-    assert loaded.search(4, vectors)[0].max() == -1
-
-
-def test_ids_are_translated_and_records_that_are_gone_are_not_found(tmp_path: Path) -> None:
-    """A container stores ids; a search gives positions, and -1 for a record that was removed since."""
-    vectors, ids = clustered(6), np.array([2, 3, 5, 8, 13, 21])
-    LayerIndex.build(vectors, np.full(6, 4), "flat").save(tmp_path / "container", ids)
-    left = records([4] * 4, [3, 5, 13, 30])
-    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, "flat", left, 22)
-    assert loaded.search(4, vectors)[0][:, 0].tolist() == [-1, 0, 1, -1, 2, -1]
-    with pytest.raises(DatabaseCorruptError, match="names record 21 of 21"):
-        LayerIndex.load(tmp_path / "container", DIMENSION, "flat", left, 21)
+def test_a_container_that_names_records_of_another_length_is_refused(tmp_path: Path) -> None:
+    LayerIndex.build(clustered(6), np.full(6, 4), "flat").save(tmp_path / "container")
     with pytest.raises(DatabaseCorruptError, match="another length than 4"):
-        LayerIndex.load(tmp_path / "container", DIMENSION, "flat", records([4, 5], [3, 5]), 22)
+        LayerIndex.load(tmp_path / "container", DIMENSION, "flat", records([4, 4, 4, 5, 4, 4]), 6)
 
 
 def test_the_nearest_does_not_depend_on_the_rest_of_the_batch() -> None:

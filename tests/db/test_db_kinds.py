@@ -1,173 +1,25 @@
-"""Kinds of slots, ids with gaps: what a database may hold beside what this version writes."""
+"""Kinds of slots, and what a catalogue may hold beside records."""
 
 from __future__ import annotations
 
 import random
 import shutil
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from databases import LENGTHS, MODEL, add_maps, contents, fill, findings, sequence, train_by_hand
+from databases import LENGTHS, contents, fill
 from db_tools import body_of, records_of, rewrite, seal
 
-from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, SlotKind, read_manifest
-from attmemo.db.catalogue import Catalogue, add_to_digest
-from attmemo.db.encodings import TYPES
-from attmemo.db.slot_kinds import FORMS, Form, kinds_of_maps
-from attmemo.errors import DatabaseCorruptError, DatabaseError
-
-TOKENS = SlotKind("words", 1, "int32", ("n",))
-KEYS = SlotKind("kv", 2, "bfloat16", (2, "n", 4))
-
-
-def _plain(tensor: torch.Tensor, kind: SlotKind) -> torch.Tensor:
-    return tensor.to(TYPES[kind.dtype])
-
-
-@pytest.fixture
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (TOKENS, KEYS):
-        monkeypatch.setitem(FORMS, kind.name, Form(lambda model, storage, kind=kind: (kind,), _plain))
-
-
-def _slots(row: int, length: int) -> dict[str, list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(row)
-    maps, inputs = sequence(row, length)
-    return {
-        KIND_MAP: maps,
-        KIND_INPUT: inputs,
-        "words": [torch.randint(0, 70_000, (length,), generator=generator)],
-        "kv": [torch.randn((2, length, 4), generator=generator) for _ in range(2)],
-    }
-
-
-def _fill(path: Path) -> Path:
-    kinds = (TOKENS, *kinds_of_maps(MODEL, "float32", {}), KEYS)
-    with DatabaseWriter(path, MODEL, "float32", kinds=kinds) as writer:
-        for row, length in enumerate(LENGTHS):
-            writer.add(_slots(row, length), length, Provenance(0, row))
-        writer.publish()
-    return path
+from attmemo.db import Database, SlotKind, read_manifest
+from attmemo.db.catalogue import add_to_digest
 
 
 def test_a_shape_in_terms_of_n_is_a_shape_for_each_length() -> None:
     assert SlotKind("map", 1, "uint8", (12, "n(n+1)/2")).shape_for(5) == (12, 15)
-    assert KEYS.shape_for(7) == (2, 7, 4)
+    assert SlotKind("kv", 2, "bfloat16", (2, "n", 4)).shape_for(7) == (2, 7, 4)
 
 
-@pytest.mark.usefixtures("_known")
-def test_more_kinds_are_stored_and_read_back_bit_for_bit(tmp_path: Path) -> None:
-    """Another kind needs an entry in the table of kinds, and no change of the format."""
-    path = _fill(tmp_path / "db")
-    with Database(path) as database:
-        for row, length in enumerate(LENGTHS):
-            slots = _slots(row, length)
-            assert torch.equal(database.slot("words", 0, row), slots["words"][0].to(torch.int32))
-            assert torch.equal(database.slot("kv", 1, row), slots["kv"][1].bfloat16())
-            assert torch.equal(database.map(1, row), slots[KIND_MAP][1])
-    assert findings(path) == []
-    with DatabaseWriter.reopen(path) as writer, pytest.raises(ValueError, match="expected slots of the kinds"):
-        add_maps(writer, *sequence(9, 4), Provenance(0, 9))
-
-
-def test_kinds_that_are_not_known_are_ignored_with_their_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A database of a later version: its maps are served, whatever lies in the files of the other kinds."""
-    with monkeypatch.context() as patch:
-        for kind in (TOKENS, KEYS):
-            patch.setitem(FORMS, kind.name, Form(lambda model, storage, kind=kind: (kind,), _plain))
-        path = _fill(tmp_path / "db")
-    body = body_of(path)
-    body["kinds"][0]["dtype"] = "int3_with_scales"
-    seal(path, body)
-    for file in path.glob("arena/tokens-*"):
-        file.unlink()
-    for file in path.glob("arena/kv-*"):
-        file.write_bytes(b"")
-    with Database(path) as database:
-        assert [kind.name for kind in database.manifest.known_kinds] == [KIND_MAP, KIND_INPUT]
-        assert all(torch.equal(database.map(1, r), sequence(r, n)[0][1]) for r, n in enumerate(LENGTHS))
-        with pytest.raises(DatabaseError, match="no slots of kind 'words'"):
-            database.slot("words", 0, 0)
-    assert findings(path) == []
-    with pytest.raises(DatabaseError, match="append with the version that wrote it"):
-        DatabaseWriter.reopen(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"name": "../x"}, "name' is"),
-        ({"layers": 0}, "layers' is 0"),
-        ({"shape": []}, "1 to 8 sizes"),
-        ({"shape": ["m"]}, "one of n"),
-        ({"shape": [-1]}, "is -1"),
-        ({"dtype": 8}, "dtype' is 8"),
-    ],
-)
-def test_the_structure_of_an_unknown_kind_is_checked(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    path = fill(tmp_path / "db", LENGTHS[:1])
-    body = body_of(path)
-    body["kinds"].append({"name": "later", "layers": 1, "dtype": "int3", "shape": ["n"]} | change)
-    seal(path, body)
-    with pytest.raises(DatabaseCorruptError, match=words):
-        read_manifest(path)
-
-
-# -- ids with gaps
-
-
-def test_a_catalogue_with_gaps_reads_as_the_records_that_are_left(tmp_path: Path) -> None:
-    """Records were removed: the others keep ids, places and bytes; a builder appends behind the highest id."""
-    path = fill(tmp_path / "db")
-    everything, records = contents(path), records_of(path)
-    left = [1, 2, 5, 7]
-    rewrite(path, [records[n] for n in left], left)
-    assert read_manifest(path).next_id == 8
-    assert contents(path) == {key: everything[key] for key in sorted(everything) if key[1] in left}
-    assert findings(path) == []
-    with Database(path) as database:
-        assert database.records.ids.tolist() == left
-        assert torch.equal(database.map(1, 3), sequence(7, LENGTHS[7])[0][1])
-    with DatabaseWriter.reopen(path) as writer:
-        assert torch.equal(writer.maps(2)[0], sequence(5, LENGTHS[5])[0][0])
-        add_maps(writer, *sequence(8, 3), Provenance(0, 8))
-        writer.publish()
-    with Database(path) as database:
-        assert database.records.ids.tolist() == [*left, 8]
-        assert int(database.records.places[4]) == 3  # behind the three places of length 3: free ones may stay free
-    assert findings(path) == []
-
-
-def test_an_index_over_records_that_are_gone_still_finds_the_others(tmp_path: Path) -> None:
-    path = train_by_hand(fill(tmp_path / "db"))
-    records = records_of(path)
-    rewrite(path, [records[n] for n in (0, 2, 3, 7)], [0, 2, 3, 7])
-    with Database(path) as database:
-        ids, _ = database.index(0).search(3, np.zeros((1, 4), np.float32), 3)
-        assert sorted(ids[0].tolist()) == [-1, 0, 1]
-    assert findings(path) == []
-
-
-def test_a_removed_record_may_still_lie_in_the_catalogue(tmp_path: Path) -> None:
-    """The manifest is replaced first, the entry is deleted later: both states read the same."""
-    path = fill(tmp_path / "db")
-    everything, records = contents(path), records_of(path)
-    body = body_of(path)
-    entries = [(n, record.dump()) for n, record in enumerate(records) if n not in (3, 4)]
-    seal(path, body | {"removed": [3, 4], "records": 6, "records_digest": add_to_digest(None, entries)})
-    expected = {key: everything[key] for key in everything if key[1] not in (3, 4)}
-    assert contents(path) == expected
-    with closing(Catalogue(path, write=True)) as catalogue:
-        catalogue.delete()
-        catalogue.put(entries)
-    assert contents(path) == expected
-    assert findings(path) == []
+# -- records
 
 
 def test_the_digest_of_records_does_not_depend_on_their_order(tmp_path: Path) -> None:
@@ -202,10 +54,10 @@ def test_a_reader_whose_catalogue_is_newer_reads_the_manifest_again(
     path = fill(tmp_path / "db", LENGTHS[:4])
     later = Path(shutil.copytree(path, tmp_path / "later"))
     records = records_of(path)
-    rewrite(path, [records[n] for n in (0, 3)], [0, 3])
+    rewrite(path, [records[n] for n in (0, 3)])
     body = body_of(path)
     seal(path, body | {"generation": body["generation"] + 1})
     manifests = [read_manifest(later), read_manifest(path)]
     monkeypatch.setattr("attmemo.db.database.read_manifest", lambda _: manifests.pop(0))
     with Database(path) as database:
-        assert database.records.ids.tolist() == [0, 3]
+        assert database.records.rows.tolist() == [0, 3]

@@ -225,7 +225,7 @@ def _train(path: Path) -> Path:
     ref = FileRef("embedder-000009.safetensors", "0" * 32)
     (path / ref.file).write_bytes(b"")
     with DatabaseWriter.reopen(path) as writer:
-        writer.publish(embedder=EmbedderRef(ref, "flat", writer.manifest.next_id, {}, {}, {}))
+        writer.publish(embedder=EmbedderRef(ref, "flat", writer.records, {}, {}, {}))
     return path
 
 

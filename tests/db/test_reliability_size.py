@@ -47,7 +47,6 @@ def synthetic(path: Path, records: int) -> Path:
         storage="float32",
         kinds=kinds,
         records=records,
-        next_id=records,
         records_digest=add_to_digest(None, entries),
         places=dict.fromkeys(lengths, records // 2),
         classes=tuple(classes),

@@ -325,7 +325,7 @@ def planted_database(path: Path, *, held_out: bool = True, seed: int = 0) -> tup
     return Database(path), np.asarray(kinds)
 
 
-OPTIONS = TrainOptions(steps=150, channels=12, dimension=32, backend="flat")
+OPTIONS = TrainOptions(steps=150, backend="flat")
 
 
 @pytest.fixture(scope="module")

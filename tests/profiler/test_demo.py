@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from attmemo.cli import demo as command
 from attmemo.cli.app import app
-from attmemo.cli.live import LiveLine
+from attmemo.cli.console import live_line
 from attmemo.errors import DataError
 from attmemo.guard.guard import Guard
 from attmemo.memoization import memoize
@@ -422,9 +422,8 @@ def test_a_way_has_one_colour_in_all_plots() -> None:
 
 
 def test_the_live_line_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    live = LiveLine(quiet=False)
-    live.show("1 line")
-    live.close()
+    with live_line(quiet=False) as show:
+        show("1 line")
     assert capsys.readouterr().err == ""
 
 

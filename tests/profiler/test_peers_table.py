@@ -411,7 +411,7 @@ class TestCommand:
         lines = done.stdout.splitlines()
         assert " ".join(lines).startswith(" ".join(sentences(measured)))
         assert max(map(len, lines[:-1])) <= 80
-        assert sum(line.startswith("attmemo rows ") for line in lines) == len(SIZES) + 1  # and its set-up
+        assert sum(line.strip().startswith("attmemo rows ") for line in lines) == len(SIZES) + 1  # and its set-up
         assert "Left out: unready: RuntimeError: this model is too odd." in lines
         assert json.loads((tmp_path / "a.json").read_text())["cells"] == measured["cells"]
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

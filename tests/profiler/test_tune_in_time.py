@@ -109,7 +109,7 @@ def test_what_was_added_is_judged_and_serves_afterwards(grown: Path, recent: Pat
     assert (result["total"], result["in_time"], result["in_database"]) == (LINES, LINES, 0)
     after = embedder_of(grown)
     with Database(grown) as database:
-        assert before.next_id < after.next_id == database.manifest.next_id
+        assert before.next_id < after.next_id == len(database)
         assert (before.weights, learned_below(before)) == (after.weights, learned_below(after))
         loaded = load_model(database.manifest.model.name)
         tokens = tokenize(loaded, recent.read_text().splitlines(), database.manifest.model.max_length)
@@ -232,7 +232,7 @@ def test_thresholds_that_were_chosen_for_fewer_records_are_dropped(
             tune(path, [file], TuneOptions(budget=0.5, **options))
         with Database(path) as database:
             assert database.manifest.tuning == before, "a bad request changes nothing"
-            assert database.embedder_ref().next_id < database.manifest.next_id
+            assert database.embedder_ref().next_id < len(database)
     with pytest.raises(TuningError, match="certified"):
         tune(path, [recent], TuneOptions(budget=0.001))
     with Database(path) as database:

@@ -103,7 +103,7 @@ def test_copies_that_went_on_apart_do_not_share_a_replica(
 
 def _ensure(source: Path, cache: Path, log: Path, slow: float) -> None:
     """In a process of its own: one line for each file that was copied."""
-    get = replica._Folder.get
+    get = replica._Source.get
 
     def told(self: Any, name: str, target: Path) -> None:
         with log.open("a") as stream:
@@ -111,7 +111,7 @@ def _ensure(source: Path, cache: Path, log: Path, slow: float) -> None:
         time.sleep(slow)
         get(self, name, target)
 
-    replica._Folder.get = told  # type: ignore[method-assign]
+    replica._Source.get = told  # type: ignore[method-assign]
     ensure_local(source, cache)
 
 
@@ -163,7 +163,7 @@ def test_a_damaged_database_gives_no_replica(source: Path, tmp_path: Path) -> No
 def test_a_database_that_is_published_meanwhile_is_copied_anew(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_bert: str, service_log: Path
 ) -> None:
-    loaded, get, published = load_model(tiny_bert), replica._Folder.get, threading.Event()
+    loaded, get, published = load_model(tiny_bert), replica._Source.get, threading.Event()
 
     def publish_once(self: Any, name: str, target: Path) -> None:
         get(self, name, target)
@@ -172,7 +172,7 @@ def test_a_database_that_is_published_meanwhile_is_copied_anew(
             options = BuildOptions(storage="float32", reuse="rows", limit=90)
             build_database(loaded, [service_log], source, options)
 
-    monkeypatch.setattr(replica._Folder, "get", publish_once)
+    monkeypatch.setattr(replica._Source, "get", publish_once)
     found = ensure_local(source, tmp_path / "cache")
     check_replica(found, source)
     assert names(tmp_path / "cache") == [found.name]

@@ -427,7 +427,7 @@ def _base(prepared: Path) -> Iterator[tuple[Database, DatabaseRows]]:
 
 def shape_of(database: Database) -> dict[str, int]:
     """Layers and width of its rows."""
-    kind = next(kind for kind in database.manifest.known_kinds if kind.name == KIND_ROWS)
+    kind = next(kind for kind in database.manifest.kinds if kind.name == KIND_ROWS)
     return {"layers": kind.layers, "width": int(kind.shape[-1])}
 
 

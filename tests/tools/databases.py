@@ -98,14 +98,14 @@ def train_by_hand(path: Path, seed: int = 0) -> Path:
         for layer in layers:
             vectors = torch.randn((len(database), 4), generator=generator).numpy()
             file = folder / ("sequence.safetensors" if layer == SEQUENCE else f"layer-{layer:03d}.safetensors")
-            LayerIndex.build(vectors, database.records.lengths, "faiss").save(file, database.records.ids)
+            LayerIndex.build(vectors, database.records.lengths, "faiss").save(file)
             indexes[str(layer)] = FileRef(str(file.relative_to(path)), file_digest(file))
         curve = {"distances": [0.0, 1.0], "scores": [1.0, 0.5]}
         writer.publish(
             embedder=EmbedderRef(
                 weights=FileRef(weights.name, file_digest(weights)),
                 backend="faiss",
-                next_id=database.manifest.next_id,
+                next_id=len(database),
                 indexes=indexes,
                 calibration={str(layer): {str(layer): curve} for layer in layers},
                 report={"dimension": 4, "layers": {}},
@@ -122,7 +122,7 @@ def contents(path: Path) -> Contents:
             length = int(database.records.lengths[record])
             body = b"".join(
                 bytes(database.arena(kind.name, length).slot_bytes(int(slot)))
-                for kind in database.manifest.known_kinds
+                for kind in database.manifest.kinds
                 for layer in range(kind.layers)
                 for slot in database.slots_of(kind.name, layer, np.array([record]))
             )

@@ -155,7 +155,7 @@ def _check_alike(first: Manifest, place: Path, other: Database) -> None:
                 f"{other.path} has {what} {theirs[what]}, {place} has {mine[what]}.",
                 "merge databases that were built with the same model and options",
             )
-    if first.kinds != other.manifest.kinds or first.known_kinds != first.kinds:
+    if first.kinds != other.manifest.kinds:
         raise DatabaseError(
             f"{other.path} and {place} keep other kinds of records.", "merge databases of one version of attmemo"
         )
