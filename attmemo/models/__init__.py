@@ -84,12 +84,13 @@ def encoder_of(model: Any) -> nn.Module:
 
 def makes_answers_outside(model: Any, encoder: nn.Module) -> bool:
     """Whether a wrapper has modules of its own behind its transformers model: what they make of it is not known."""
-    known = model is encoder or isinstance(model, nn.Sequential) or any(part is encoder for part in _parts(model))
-    return not known and any(encoder is module for part in (model, *_parts(model)) for module in _modules(part))
-
-
-def _modules(model: Any) -> list[nn.Module]:
-    return list(model.modules()) if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential) else []
+    if model is encoder or isinstance(model, nn.Sequential):
+        return False
+    if not isinstance(model, nn.Module):
+        return not any(part is encoder for part in _parts(model)) and any(
+            makes_answers_outside(part, encoder) for part in _parts(model)
+        )
+    return not any(getattr(model, name, None) is encoder for name in ("auto_model", "_orig_mod"))
 
 
 def _parts(model: Any) -> list[nn.Module]:
