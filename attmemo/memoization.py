@@ -29,7 +29,7 @@ from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.forward.finite_weights import weights_first
 from attmemo.forward.handle import Memoization
 from attmemo.forward.hooks import Hook
-from attmemo.guard.answers import AnswerRule
+from attmemo.guard.answers import AnswerRule, answer_of
 from attmemo.guard.check import check_answers
 from attmemo.handle.prefix import prepare_prefix
 from attmemo.handle.rows import Guarding, Records, answering_of, prepare_rows
@@ -38,7 +38,7 @@ from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
 from attmemo.maps.handle import Threshold, prepare_maps
 from attmemo.mmap import FetcherName, Residency
-from attmemo.models import Adapter, Site, adapter_for, encoder_of
+from attmemo.models import Adapter, Site, adapter_for, encoder_of, makes_answers_outside
 from attmemo.system.machine import cores, trim
 from attmemo.system.precision import slow
 from attmemo.system.sizes import bytes_of
@@ -107,8 +107,9 @@ def memoize(
         are reused, and nothing guards the answers.
     confidence : float
         For rows: how sure the budget is kept.
-    answer : {"auto", "class", "mean", "cls"}, callable or classifier
-        For rows: what an answer is. ``"auto"`` is the class of a model with logits, the embedding of a
+    answer : {"auto", "class", "spans", "score", "mean", "cls"}, callable or classifier
+        What an answer is. ``"auto"`` is the class of a model with logits, the list of ``"spans"`` of a model that tags
+        tokens, the ``"score"`` of one with one logit (moved by at most 0.05, from 0 to 1), the embedding of a
         sentence-transformers model, or else ``"mean"``: the mean of the last hidden states. A function gets the
         model's output and returns classes, whole numbers ``[B]``, or vectors ``[B, H]``. A fitted classifier of
         scikit-learn: the class of the vector that a sentence-transformers model gives, else of the mean.
@@ -190,24 +191,28 @@ def memoize(
         reuse=reuse, database=database, fill=fill, budget=budget, linear=own, threshold=threshold, lookup=lookup,
         fetch=fetch, near=near, most_moved=most_moved, shadow=shadow, log_changes=log_changes,
     )  # fmt: skip
-    guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer, shadow, log_changes)
+    guarding = Guarding.of(budget, confidence, answer_of(model, answer), min_cosine, tokenizer, shadow, log_changes)
     bound = bytes_of(max_bytes)
-    encoder = encoder_of(model)
+    encoder, outer = encoder_of(model), getattr(model, "model_body", model)  # that of SetFit gives vectors
     before = _handles(encoder)
     serving = [handle for handle in before if handle.enabled]
     try:
         for earlier in serving:
             earlier.disable()  # the checks look at the bare model
         try:
-            with weights_first(model if isinstance(model, nn.Module) else encoder):
+            if answer == "auto" and guarding is not None and makes_answers_outside(outer, encoder):
+                what = f"{type(model).__name__} makes answers of what its {type(encoder).__name__} gives out"
+                raise AnswerError(f"{what}: they are not known.", "give answer= a function of what that gives out")
+            with weights_first(outer if isinstance(outer, nn.Module) else encoder):
                 handle = _prepare(
-                    encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
+                    encoder, outer, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
                     bound, own, budget, chooses,
                 )  # fmt: skip
         except AnswerError as error:
             if reuse == "rows" or answer != "auto":
                 raise
-            handle = _whole(encoder, model, _adapter(encoder)[0], own, guarding if chooses else None, gate)
+            chooses &= not makes_answers_outside(outer, encoder)
+            handle = _whole(encoder, outer, _adapter(encoder)[0], own, guarding if chooses else None, gate)
             _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
         _warn_if_slow(encoder)
     except BaseException:
@@ -351,7 +356,8 @@ def _whole(
     if guarding is not None:
         answering = answering_of(outer, encoder)
         try:
-            check_answers(answering, guarding.answers, adapter, encoder)
+            tokenizer = guarding.tokenizer or getattr(outer, "tokenizer", None)
+            check_answers(answering, guarding.answers, adapter, encoder, tokenizer)
         except (AnswerError, AdapterCheckError) as error:
             _LOG.info("attmemo: linear layers stay exact, nothing can be compared: %s", error)
         else:

@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from attmemo.db import Database
 from attmemo.embed.lookup import LookupName
-from attmemo.guard.answers import AnswerRule
+from attmemo.guard.answers import SCORE_STEP, AnswerRule
 from attmemo.maps.handle import MapMemoization
 from attmemo.memoization import memoize, unmemoize
 from attmemo.profiler.models import LoadedModel, Tokens, answers, batches, collate
 
 Batch = tuple[list[Tokens], dict[str, Tensor]]
 KEPT: Final = 32  # tokens of a language model's answer
-ANSWERS: Final[dict[str, AnswerRule]] = {"class": "class", "mean": "mean", "cls": "cls"}
-"""Answers that a guard reads, by how the application pools."""
+ANSWERS: Final[dict[str, AnswerRule]] = {
+    "class": "class", "score": "score", "tagger": "spans", "mean": "mean", "cls": "cls"
+}  # fmt: skip
+"""Answers that a guard reads, by how the application pools, or what the model is."""
 
 
 def prepare(loaded: LoadedModel, tokens: Sequence[Tokens], size: int, *, sort: bool = True) -> list[Batch]:
@@ -101,13 +103,14 @@ def perplexity(loaded: LoadedModel, prepared: Sequence[Batch], most: int = 1 << 
 
 
 def changed(kind: str, exact: Tensor, given: Tensor, min_cosine: float) -> Tensor:
-    """Which answers differ: another class or next token, or an embedding with a cosine to the exact one below that."""
+    """Which answers differ: another class, other spans, another next token, a score that moved by more than a step, or
+    an embedding with a lower cosine."""
     if exact.ndim == 1:
         return exact != given
     if kind == "language-model":
         return exact[:, 0, 0] != given[:, 0, 0]
     if kind == "classifier":
-        return exact.argmax(1) != given.argmax(1)
+        return harm(kind, exact, given) > SCORE_STEP if exact.shape[1] == 1 else exact.argmax(1) != given.argmax(1)
     return cosine(exact, given) < min_cosine
 
 
@@ -117,7 +120,7 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def harm(kind: str, exact: Tensor, given: Tensor) -> Tensor:
-    """How far answers are apart, from 0: total variation of the probabilities, or one minus the cosine.
+    """How far answers are apart, from 0: total variation of the probabilities, of scores too, or one minus the cosine.
 
     Of next tokens only the likeliest are known: a token outside a list counts as impossible there.
     """
@@ -126,6 +129,8 @@ def harm(kind: str, exact: Tensor, given: Tensor) -> Tensor:
     if kind == "language-model":
         parts = zip(torch.split(exact, 1024), torch.split(given, 1024), strict=True)
         return torch.cat([_variation_of_lists(one, other) for one, other in parts])
+    if kind == "classifier" and exact.shape[1] == 1:
+        return (exact.sigmoid() - given.sigmoid()).abs()[:, 0]
     if kind == "classifier":
         return 0.5 * (exact.softmax(1) - given.softmax(1)).abs().sum(1)
     return 1.0 - cosine(exact, given)

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
+from attmemo.guard.answers import Answers
 from attmemo.loading import load_pretrained
 
 # What an application makes of a model's output and the attention mask [B, L]: embeddings [B, D] or classes [B].
 Answer = Callable[[Any, Tensor], Tensor]
 CHARACTERS: Final = 32  # for each token that is wanted, before a text is cut: no text of words has so long ones
 _PAIR: Final = ("encoder", "decoder")  # not by the configuration: that of T5's encoder, saved alone, denies both
-GIVES: Final = {"classifier": "classes", "language-model": "next tokens", "encoder": "embeddings"}
+GIVES: Final = {
+    "classifier": "classes", "language-model": "next tokens", "encoder": "embeddings", "tagger": "spans"
+}  # fmt: skip
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Pooling = Literal["mean", "cls"]  # what a user may ask for
 POOLINGS: Final = ("mean", "cls", "max", "lasttoken")
@@ -62,20 +65,26 @@ class Tokens:
 
 
 def load_model(
-    name: str, dtype: str = "float32", device: str = "cpu", pooling: str | None = None, answer: Answer | None = None
-) -> LoadedModel:
+    name: str, dtype: str = "float32", device: str = "cpu", pooling: str | None = None, answer: Answer | None = None,
+    *, tags: bool = False,
+) -> LoadedModel:  # fmt: skip
     """Load a model directory or hub name: as the classifier or language model that it is, else as a bare encoder.
 
-    Of a model with a decoder beside its encoder the latter is loaded: its database serves both. A name that leads to
-    no model is a `DataError`; one without weights for its encoder or head is an `UnsupportedModelError`.
+    `tags`: as the tagger that it is, too. Of a model with a decoder beside its encoder the latter is loaded: its
+    database serves both. A name that leads to no model is a `DataError`; one without weights for its encoder or head
+    is an `UnsupportedModelError`.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers as hf
 
     if dtype not in DTYPES:
         raise AttmemoError(f"precision {dtype!r} is not supported.", f"one of {', '.join(DTYPES)}")
-    heads = {"classifier": AutoModelForSequenceClassification, "language-model": AutoModelForCausalLM}
-    loaded = load_pretrained(name, lambda config: heads.get(kind_of(config), AutoModel), DTYPES[dtype], device)
-    kind, model, absent = kind_of(loaded.config), loaded.model, loaded.absent
+    heads: dict[str, Any] = {
+        "classifier": hf.AutoModelForSequenceClassification, "language-model": hf.AutoModelForCausalLM,
+        "tagger": hf.AutoModelForTokenClassification,
+    }  # fmt: skip
+    own = hf.AutoModel
+    loaded = load_pretrained(name, lambda config: heads.get(kind_of(config, tags), own), DTYPES[dtype], device)
+    kind, model, absent = kind_of(loaded.config, tags), loaded.model, loaded.absent
     pair = kind == "encoder" and all(isinstance(getattr(model, part, None), nn.Module) for part in _PAIR)
     if pair:
         model = model.encoder  # the decoder would want inputs of its own, and its maps are never stored
@@ -87,7 +96,7 @@ def load_model(
             "save the whole model: the class of an encoder saved alone may be one that transformers cannot load",
         )
     if kind != "encoder" and any(not key.startswith(model.base_model_prefix + ".") for key in absent):
-        head = "classifier" if kind == "classifier" else "head"
+        head = "classifier" if kind in ("classifier", "tagger") else "head"
         raise UnsupportedModelError(
             f"the model {name} says it is a {kind.replace('-', ' ')}, but has no weights for "
             f"{', '.join(absent[:3])}: its answers would be random.",
@@ -103,9 +112,11 @@ def load_model(
     return LoadedModel(name, model, loaded.tokenizer, kind, dtype, pooling, answer)
 
 
-def kind_of(config: Any) -> str:
-    """What a model's configuration says it is: see `LoadedModel`."""
+def kind_of(config: Any, tags: bool = False) -> str:
+    """What a model's configuration says it is: see `LoadedModel`; `tags`: whether it may be a tagger."""
     names = config.architectures or []
+    if tags and any("ForTokenClassification" in name for name in names):
+        return "tagger"
     if any("ForSequenceClassification" in name for name in names):
         return "classifier"
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):  # the latter: GPT-2
@@ -214,9 +225,9 @@ class NextToken(nn.Module):
 def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
     """What the application reads, float32, asked of `model` instead where it is given (or of a `NextToken`).
 
-    Logits ``[B, C]`` of classes; logits ``[B, V]`` of the token behind the last valid one; embeddings of unit length
-    ``[B, H]``; or what `loaded.answer` gives, classes ``[B]`` or embeddings ``[B, D]``. If `loaded.answer` gives
-    something else, an `AttmemoError` says what.
+    Logits ``[B, C]`` of classes; numbers ``[B]`` that stand for spans; logits ``[B, V]`` of the token behind the last
+    valid one; embeddings of unit length ``[B, H]``; or what `loaded.answer` gives, classes ``[B]`` or embeddings
+    ``[B, D]``. If `loaded.answer` gives something else, an `AttmemoError` says what.
     """
     mask, asked = inputs["attention_mask"], loaded.model if model is None else model
     if loaded.answer is not None:
@@ -236,6 +247,10 @@ def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | N
     output = asked(**inputs)
     if loaded.kind == "classifier":
         return output.logits.float()  # type: ignore[no-any-return]
+    if loaded.kind == "tagger":
+        reader = Answers("spans", 1.0)
+        reader.meet(loaded.model, loaded.tokenizer)
+        return reader.read(output, reader.mask_in(inputs)).values
     loaded.pooling = loaded.pooling or own_pooling(loaded.name)
     return nn.functional.normalize(pool(output.last_hidden_state, mask, loaded.pooling), dim=-1)
 

@@ -54,7 +54,8 @@ def open_model(
     `DataError`.
     """
     try:
-        loaded = load_model(name or info.name, info.dtype, pooling=pooling, answer=answer)
+        tags = answers and pooling is None and answer is None
+        loaded = load_model(name or info.name, info.dtype, pooling=pooling, answer=answer, tags=tags)
     except DataError as error:
         raise DataError(error.what, "give its place with --model") from error
     adapter, _ = adapter_for(loaded.model)

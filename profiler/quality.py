@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.errors import DataError
+from attmemo.guard.answers import SCORE_STEP
 from attmemo.profiler.answers import Batch, ask, changed, cosine, harm, perplexity
 from attmemo.profiler.models import GIVES, LoadedModel, NextToken, answers
 from attmemo.profiler.open import Asked
@@ -20,7 +21,9 @@ from attmemo.profiler.trial import Path, Trial
 from attmemo.profiler.turns import Job, Progress, interleave, silent
 
 SWEEP_SEQUENCES: Final = 400
-_MEANS: Final = {"classifier": "another class", "language-model": "another first token"}
+_MEANS: Final = {"classifier": "another class", "language-model": "another first token", "tagger": "other spans"}
+
+MOVED: Final = f"a score that moved by more than {SCORE_STEP:g}"
 
 
 def time_paths(
@@ -127,7 +130,7 @@ class Judge:
         """How answers differ from the exact ones, JSON-able."""
         kind, exact = self.loaded.kind, self.exact
         share = float(changed(kind, exact, given, self.min_cosine).float().mean())
-        means = "another class" if exact.ndim == 1 else _MEANS.get(kind, f"cosine below {self.min_cosine:g}")
+        means = _MEANS.get(kind, "another class" if exact.ndim == 1 else f"cosine below {self.min_cosine:g}")
         values = {
             "agreement": 1.0 - share, "changed": share, "changed_means": means,
             "accuracy_exact": self._accuracy(exact), "accuracy_memoized": self._accuracy(given),
@@ -136,6 +139,8 @@ class Judge:
             return values | _spread("total_variation", harm(kind, exact, given))
         if exact.ndim == 1:
             return values
+        if kind == "classifier" and exact.shape[1] == 1:
+            return values | {"changed_means": MOVED} | _spread("score_distance", harm(kind, exact, given))
         if kind == "classifier":
             values |= _spread("logit_distance", (exact - given).norm(dim=1))
         near = cosine(exact, given)

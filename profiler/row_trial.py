@@ -236,7 +236,8 @@ def _play(
     begins with nothing, and the texts are asked in the order of the data, through the path that a user gets. Nothing
     of it is stored: neither records nor what the guard learns.
     """
-    answer = ANSWERS.get("class" if loaded.kind == "classifier" else str(loaded.pooling))
+    head = "score" if exact.shape[1:] == (1,) else "class"
+    answer = ANSWERS.get(head if loaded.kind == "classifier" else str(loaded.pooling or loaded.kind))
     if loaded.answer is not None or answer is None:
         return None
     total = len(tokens)

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import signal
 import statistics
 import subprocess
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, sleep
@@ -41,16 +43,19 @@ HALF = " at half load"
 TURN = 0.15
 """Seconds of exact requests, about, that a way answers before it is another one's turn: a machine's speed may change
 within seconds."""
+TOP = 10
+"""Places of an order that count."""
 HALVES = ("first half", "second half")
 
 
 def serve(pipe: Connection, way: str, stream: str, shared: Path, threads: int) -> None:
     """One way, in its own process: answers the numbers of requests with seconds and answers."""
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
     from attmemo import memoize
     from attmemo.guard import idle
+    from attmemo.guard.answers import Answers
 
     if HALF not in way:
         vars(idle)["QUIET"] = 1e9
@@ -58,7 +63,10 @@ def serve(pipe: Connection, way: str, stream: str, shared: Path, threads: int) -
     workload = WORKLOADS[stream](shared / "data")
     folder = shared / "models" / workload.model
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    kind = AutoModelForTokenClassification if workload.tags else AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    reader = Answers(sign if workload.decides else "auto", 1.0)
+    reader.meet(model, tokenizer)
     options = dict(WAYS[way])
     if options.get("budget") and workload.decides:
         options["answer"] = sign
@@ -72,8 +80,8 @@ def serve(pipe: Connection, way: str, stream: str, shared: Path, threads: int) -
             start = perf_counter()
             output = model(**inputs[number])
             seconds = perf_counter() - start
-            answers = sign(output) if workload.decides else output.logits.argmax(-1)
-            pipe.send((seconds, answers.tolist()))
+            answers = reader.read(output, reader.mask_in(inputs[number])).values.tolist()
+            pipe.send((seconds, answers, output.logits[:, 0].float().tolist() if workload.decides else []))
     stats = model.attmemo.stats()
     guard = stats["guard"] or {}
     pipe.send({
@@ -104,6 +112,7 @@ class Way:
         self.tokens: list[int] = self._pipe.recv()
         self.seconds: list[float] = []
         self.answers: list[list[int]] = []
+        self.scores: list[list[float]] = []
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:
@@ -115,9 +124,10 @@ class Way:
         self._signal(signal.SIGCONT)
         for number in numbers:
             self._pipe.send(number)
-            seconds, answers = self._pipe.recv()
+            seconds, answers, scores = self._pipe.recv()
             self.seconds.append(seconds)
             self.answers.append(answers)
+            self.scores.append(scores)
             sleep(pause if self._pauses else 0.0)
         self._signal(signal.SIGSTOP)
 
@@ -153,8 +163,23 @@ def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[st
             "ms": 1e3 * statistics.median(way.seconds),
             "changed": sum(one != other for one, other in pairs) / len(pairs),
             "answers": len(pairs),
-        }
+        } | order_kept(exact.scores, way.scores)
     return found
+
+
+def order_kept(exact: Sequence[Sequence[float]], given: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Of requests that are ordered by their scores: share whose first is the exact one, and the mean nDCG of the first
+    ten places, where what an input gains is its exact score from 0 to 1."""
+    firsts, gains = [], []
+    for own, other in zip(exact, given, strict=True):
+        if not own:
+            return {}
+        best, seen = (sorted(range(len(own)), key=lambda place: -one[place])[:TOP] for one in (own, other))
+        gained = [sum(1 / (1 + math.exp(-own[place])) / math.log2(2 + rank) for rank, place in enumerate(order))
+                  for order in (best, seen)]  # fmt: skip
+        firsts.append(best[0] == seen[0])
+        gains.append(gained[1] / gained[0])
+    return {"first kept": statistics.fmean(firsts), "ndcg": statistics.fmean(gains)}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -204,6 +229,7 @@ def main() -> None:
         for name in args.ways.split(","):
             own = found[name]
             print(stream, name, {part: round(ratio, 3) for part, ratio in own["over exact"].items()},
+                  {name: round(own[name], 4) for name in ("first kept", "ndcg") if name in own},
                   f"changed {100 * own['changed']:.2f} %", own["says"] or "", flush=True)  # fmt: skip
 
 

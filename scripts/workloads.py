@@ -39,6 +39,8 @@ class Workload:
         Tokens of an input at most.
     decides : bool
         Whether the model gives one score, which counts as an answer by its sign.
+    tags : bool
+        Whether the model tags tokens, and the spans of a text are its answer.
     most : str or None
         Bound of the records' bytes.
     """
@@ -47,6 +49,7 @@ class Workload:
     requests: Sequence[Sequence[Item]]
     longest: int = 256
     decides: bool = False
+    tags: bool = False
     most: str | None = None
 
 
@@ -157,6 +160,12 @@ def flood(data: Path, requests: int = 4000) -> Workload:
     return Workload("deberta-loghub", at_once(texts, 32), most="16MiB")
 
 
+def forms(data: Path) -> Workload:
+    """Forms and requests with personal details, in the order of time: which are returns unevenly."""
+    with (data / "pii_forms" / "stream.jsonl").open() as file:
+        return Workload("minilm-pii", at_once([json.loads(line)["text"] for line in file], 32), tags=True)
+
+
 WORKLOADS: dict[str, Callable[[Path], Workload]] = {
     **{f"log {name}": partial(log, name=name) for name in LOGS},
     **{f"windows {name}": partial(log, name=name, lines=4) for name in ("HDFS", "OpenSSH")},
@@ -170,6 +179,7 @@ WORKLOADS: dict[str, Callable[[Path], Workload]] = {
     "free questions": partial(free, name="questions"),
     "free reviews": partial(free, name="reviews"),
     "flood": flood,
+    "forms": forms,
 }
 
 

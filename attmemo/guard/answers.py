@@ -1,15 +1,17 @@
 """What an answer is, and when two answers differ.
 
-An answer is read from the model's own output: the class of its logits, an embedding pooled as the application pools
-it, what a classifier of scikit-learn makes of that embedding, or what a function makes of the output. Numbers of whole
-type are classes: another class is another answer. Vectors differ if their cosine is below a bound.
+An answer is read from the model's own output: the class of its logits, the spans that its tags of tokens mark, a
+score, an embedding pooled as the application pools it, what a classifier of scikit-learn makes of that embedding, or
+what a function makes of the output. Numbers of whole type are classes: another class is another answer. Such a number
+stands for a list of spans. Vectors differ if their cosine is below a bound, scores if one moved by more than a step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,9 @@ import torch
 from torch import Tensor
 
 from attmemo.errors import AnswerError, ArgumentError
+from attmemo.forward.batch_slices import mask_in
+from attmemo.guard.spans import Spans, spans_in
+from attmemo.rows.token_kinds import find_tokenizer
 
 
 class Classifier(Protocol):
@@ -28,8 +33,13 @@ class Classifier(Protocol):
         """Return the classes of vectors ``[B, H]``."""
 
 
-AnswerRule = Literal["auto", "class", "mean", "cls"] | Callable[[Any], Tensor] | Classifier
-NAMES = ("auto", "class", "mean", "cls")
+AnswerName = Literal["auto", "class", "spans", "score", "mean", "cls"]
+AnswerRule = AnswerName | Callable[[Any], Tensor] | Classifier
+NAMES: Final = get_args(AnswerName)
+SCORE_STEP: Final = 0.05
+"""A score, from 0 to 1, that moved farther is another answer."""
+SCORE_COSINE: Final = 0.98
+"""Scores are kept as angles: those that are so far apart have this cosine. The greatest angle is below a full turn."""
 
 FUNCTION: Final = "give answer= a function of the model's output that returns classes [B] or vectors [B, H]"
 
@@ -39,7 +49,7 @@ class Read:
     """The answers of a batch."""
 
     values: Tensor  # [B] classes or [B, H] vectors
-    margins: Tensor | None  # [B]: between the probabilities of the two best classes
+    margins: Tensor | None  # [B]: between the probabilities of the two best classes; of spans: the least of a text
 
     def of(self, place: int) -> Read:
         """One answer alone."""
@@ -78,7 +88,7 @@ class Answers:
 
     Parameters
     ----------
-    rule : {"auto", "class", "mean", "cls"}, callable or Classifier
+    rule : {"auto", "class", "spans", "score", "mean", "cls"}, callable or Classifier
         What an answer is; see `attmemo.memoize`.
     min_cosine : float
         Vectors with a lower cosine are different answers.
@@ -102,6 +112,25 @@ class Answers:
         self.rule, self.min_cosine = rule, float(min_cosine)
         self._classifier: Any = rule if classifies else None
         self.are_vectors = False  # known once a first answer was read
+        self.spans: Spans | None = None
+        self.are_scores = rule == "score"
+
+    def meet(self, model: Any, tokenizer: Any = None) -> None:
+        """Learn from a model's class and configuration what its logits are; its tokenizer knows special tokens."""
+        config = getattr(model, "config", None)
+        tags = self.rule == "auto" and "ForTokenClassification" in type(model).__name__
+        if tags or self.rule == "spans":
+            self.spans = spans_in(config, tokenizer or find_tokenizer(model))
+        elif self.rule == "auto":
+            one = getattr(config, "num_labels", None) == 1
+            self.are_scores = one and getattr(config, "problem_type", None) != "regression"
+
+    def mask_in(self, given: Mapping[str, Any]) -> Tensor | None:
+        """The attention mask among a model's arguments, as `read` takes it: of spans -1 at special tokens."""
+        mask = mask_in(given)
+        if self.spans is None or mask is None or mask.dim() != 2:
+            return mask
+        return self.spans.of_text(mask, given.get("input_ids"))
 
     @property
     def name(self) -> str:
@@ -116,7 +145,7 @@ class Answers:
         ----------
         output : model output, mapping, tuple or Tensor
         mask : Tensor or None
-            The attention mask ``[B, L]`` that the model was given; used by ``"mean"``.
+            What `mask_in` finds among the model's arguments, ``[B, L]``; used by ``"mean"`` and spans.
 
         Raises
         ------
@@ -135,11 +164,16 @@ class Answers:
             return Read(values.detach().clone(), None)
         if self._classifier is not None:
             return _judged(self._classifier, self._vectors(output, mask))
-        logits = _logits(output) if self.rule in ("auto", "class") else None
+        if self.spans is not None:
+            tags = _logits(output, 3)
+            if tags is None:
+                raise AnswerError(f"answer={self.name!r} needs logits of tokens; this output has none.", FUNCTION)
+            return Read(*self.spans.read(tags, mask))
+        logits = None if self.rule in ("mean", "cls") else _logits(output)
         if logits is not None:
-            return _classes(logits)
-        if self.rule == "class":
-            raise AnswerError("answer='class' needs a model with logits; this output has none.", FUNCTION)
+            return _scores(logits) if self.are_scores else _classes(logits)
+        if self.rule in ("class", "score"):
+            raise AnswerError(f"answer={self.rule!r} needs a model with logits; this output has none.", FUNCTION)
         return Read(self._vectors(output, mask), None)
 
     def _vectors(self, output: Any, mask: Tensor | None) -> Tensor:
@@ -166,7 +200,7 @@ class Answers:
 
     def pooled_from(self, output: Any) -> Tensor | None:
         """The hidden states ``[B, L, H]`` that the answers are pooled from; None if answers are something else."""
-        if callable(self.rule) or self.rule == "class":
+        if callable(self.rule) or self.rule in ("class", "score") or self.spans is not None:
             return None
         if self.rule == "auto" and _logits(output) is not None:
             return None
@@ -186,13 +220,22 @@ class Answers:
             return not torch.equal(first, second)
         if torch.equal(first, second) and bool(first.isfinite().all()):
             return False  # also for zeros, which have no cosine
-        return not 1.0 - cosines(first[None], second[None])[0] <= share * (1.0 - self.min_cosine)
+        least = SCORE_COSINE if self.are_scores else self.min_cosine
+        return not 1.0 - cosines(first[None], second[None])[0] <= share * (1.0 - least)
+
+
+def answer_of(model: Any, rule: AnswerRule) -> AnswerRule:
+    """The rule for a wrapper: of SetFit its own classifier, where that takes vectors as the model gives them."""
+    head: Any = getattr(model, "model_head", None)
+    other = any(getattr(model, name, None) for name in ("normalize_embeddings", "multi_target_strategy"))
+    classifies = hasattr(head, "classes_") and hasattr(head, "predict") and not other
+    return head if classifies and isinstance(rule, str) and rule == "auto" else rule
 
 
 def is_class_of_first_row(rule: AnswerRule, config: Any) -> bool:
     """Whether an answer that is a class is read from the first row, by the head of a model with this configuration.
 
-    A function may read it from all rows.
+    A function may read it from all rows, and spans are read from all.
     """
     pooling = getattr(config, "classifier_pooling", "cls")  # of ModernBERT; other heads take the first row
     return rule in ("auto", "class") and getattr(config, "num_labels", 2) > 1 and pooling == "cls"
@@ -204,11 +247,11 @@ def cosines(some: Tensor, others: Tensor) -> list[float]:
     return found
 
 
-def _logits(output: Any) -> Tensor | None:
-    """The logits of an output, also with return_dict=False."""
+def _logits(output: Any, dimensions: int = 2) -> Tensor | None:
+    """The logits of an output, also with return_dict=False: there they are known by their dimensions."""
     found = _get(output, "logits")
     if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-        found = output[0] if output[0].dim() == 2 else None
+        found = output[0] if output[0].dim() == dimensions else None
     return found
 
 
@@ -243,3 +286,11 @@ def _classes(logits: Tensor) -> Read:
         raise AnswerError(f"logits {tuple(logits.shape)} are no classes of sequences.", FUNCTION)
     best = logits.detach().float().softmax(-1).topk(2, -1).values
     return Read(logits.argmax(-1), best[:, 0] - best[:, 1])
+
+
+def _scores(logits: Tensor) -> Read:
+    """Scores from 0 to 1 as vectors ``[B, 2]``, whose cosine tells how far two are apart."""
+    if logits.dim() != 2 or logits.shape[1] != 1:
+        raise AnswerError(f"logits {tuple(logits.shape)} are no scores of sequences.", FUNCTION)
+    angles = logits.detach().float().sigmoid()[:, 0] * (math.acos(SCORE_COSINE) / SCORE_STEP)
+    return Read(torch.stack([angles.cos(), angles.sin()], 1), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,8 +13,10 @@ from attmemo.models import Adapter
 from attmemo.models.check import checking
 
 
-def check_answers(model: nn.Module, answers: Answers, adapter: Adapter, encoder: nn.Module) -> None:
-    """Read the answers of a small batch, twice.
+def check_answers(
+    model: nn.Module, answers: Answers, adapter: Adapter, encoder: nn.Module, tokenizer: Any = None
+) -> None:
+    """Have answers meet the model, and read those of a small batch, twice.
 
     Raises
     ------
@@ -22,6 +26,7 @@ def check_answers(model: nn.Module, answers: Answers, adapter: Adapter, encoder:
         The model gives another answer to the same input: what is random cannot be guarded.
     """
     inputs, lengths = adapter.sample(encoder)
+    answers.meet(model, tokenizer)
     named = isinstance(answers.rule, str) and not getattr(getattr(model, "config", None), "return_dict", True)
     try:
         with checking(model, "a small batch cannot be run"), torch.inference_mode():
@@ -31,7 +36,7 @@ def check_answers(model: nn.Module, answers: Answers, adapter: Adapter, encoder:
     except AdapterCheckError as error:
         raise AnswerError(error.what, "leave out what asks for rows: its blocks run without padding") from error
     try:
-        first, second, *_ = (answers.read(output, inputs["attention_mask"]) for output in outputs)
+        first, second, *_ = (answers.read(output, answers.mask_in(inputs)) for output in outputs)
     except AnswerError:
         raise
     except Exception as error:  # a function of the caller's may raise anything

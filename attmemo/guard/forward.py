@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from attmemo.forward.batch_slices import has_loss, mask_in, put, shallow, take, tokens_in
+from attmemo.forward.batch_slices import has_loss, put, shallow, take, tokens_in
 from attmemo.forward.context import NOTHING, Forward, Outcome
 from attmemo.forward.engine import Engine
 from attmemo.forward.row_usage import Observed
@@ -95,7 +95,7 @@ class Guarded:
             return forward(*args, **kwargs)
         self.deferred.began()
         try:
-            mask = mask_in(given)
+            mask = self.answers.mask_in(given)
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and running is None:
@@ -170,7 +170,7 @@ class Guarded:
             return output
         asking.serve_only(done.served)  # a record could not be read: an exact answer proves nothing
         try:
-            return self._checked(forward, inputs, output, mask_in(given), done, gives_out, asking)
+            return self._checked(forward, inputs, output, self.answers.mask_in(given), done, gives_out, asking)
         finally:
             self._settle(asking)
             self._offer(done.offers, asking, perf_counter() - start)

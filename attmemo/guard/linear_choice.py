@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attmemo.forward.batch_slices import has_loss, mask_in, shallow, take, tokens_in
+from attmemo.forward.batch_slices import has_loss, shallow, take, tokens_in
 from attmemo.forward.engine import Engine
 from attmemo.guard.answers import Answers, Read
 from attmemo.guard.certificate import Certificate
@@ -145,7 +145,7 @@ class LinearChoice:
         output = forward(*args, **kwargs)
         if has_loss(output):
             return output
-        mask, ids, serving = mask_in(given), given.get("input_ids"), self.state is State.SERVING
+        mask, ids, serving = self._answers.mask_in(given), given.get("input_ids"), self.state is State.SERVING
         sized = next((one for one in (mask, ids) if isinstance(one, Tensor) and one.dim() == 2), None)
         batch = 0 if sized is None else len(sized)
         if self._rows is None and mask is not None and not serving:
@@ -264,7 +264,7 @@ def keys_of(ids: Any, mask: Tensor | None, places: Sequence[int]) -> dict[int, i
     """Return a number for each input, by its place in the batch, that equal inputs share; None: there are no ids."""
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return dict.fromkeys(places)
-    lengths = mask.sum(1).long().tolist() if mask is not None and mask.dim() == 2 else [ids.shape[1]] * len(ids)
+    lengths = mask.count_nonzero(1).tolist() if mask is not None and mask.dim() == 2 else [ids.shape[1]] * len(ids)
     rows = ids.numpy()
     return {place: hash(np.ascontiguousarray(rows[place, : lengths[place]]).tobytes()) for place in places}
 

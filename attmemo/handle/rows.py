@@ -70,6 +70,8 @@ NO_TOKENIZER: Final = (
     "served. Give memoize(…, tokenizer=…)"
 )
 
+VECTORS: Final = "vectors", "mean", "neighbours"
+
 ATTACKS: Final = (
     "labels are about attacks ({}): only equal inputs are reused, since who writes an input may know what others "
     "wrote; reuse='rows' reuses similar ones all the same"
@@ -172,10 +174,11 @@ def prepare_rows(
         )
     whole = answering_of(outer, encoder)
     if guarding is not None:  # first of all: a head that cannot be read must leave no folder behind
-        check_answers(whole, guarding.answers, adapter, encoder)
+        check_answers(whole, guarding.answers, adapter, encoder, tokenizer)
         if guarding.answers.are_vectors and not vectors:
-            what = f"{type(outer).__name__} gives vectors, and rows of similar inputs pull vectors towards each other."
-            hint = "reuse='rows' or answer='mean' reuses rows all the same, where neighbours need not be kept"
+            kind, name, kept = ("scores", "score", "an order") if guarding.answers.are_scores else VECTORS
+            what = f"{type(outer).__name__} gives {kind}, and rows of similar inputs pull {kind} towards each other."
+            hint = f"reuse='rows' or answer='{name}' reuses rows all the same, where {kept} need not be kept"
             raise AnswerError(what, hint)
     packed = packed_of(encoder, adapter, "rows", linear)  # behind: it takes as much memory as the weights
     blocks = packed.blocks
@@ -216,7 +219,9 @@ def prepare_rows(
             assert isinstance(planner, GuardedPlanner)
             if guarding.answers.are_vectors:
                 planner.guard.compare_vectors()
-            elif is_class_of_first_row(guarding.answers.rule, getattr(encoder, "config", None)):
+            elif guarding.answers.spans is None and is_class_of_first_row(
+                guarding.answers.rule, getattr(encoder, "config", None)
+            ):
                 planner.rule = rule = rule.for_classes()
             labels = [] if insists else attack_labels(getattr(encoder, "config", None))
             if labels:

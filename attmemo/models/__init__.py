@@ -38,7 +38,8 @@ ADAPTERS: tuple[Adapter, ...] = (
 _REPLACED = "projections are not plain linear layers"
 
 __all__ = [
-    "ADAPTERS", "Adapter", "Call", "Rows", "Site", "Spans", "adapter_for", "check_adapter", "encoder_of", "register",
+    "ADAPTERS", "Adapter", "Call", "Rows", "Site", "Spans", "adapter_for", "check_adapter", "encoder_of",
+    "makes_answers_outside", "register",
 ]  # fmt: skip
 
 
@@ -59,19 +60,56 @@ def encoder_of(model: Any) -> nn.Module:
     if isinstance(model, str | os.PathLike):
         hint = f"load it first: SentenceTransformer({str(model)!r}), or AutoModel.from_pretrained({str(model)!r})"
         raise UnsupportedModelError(f"{str(model)!r} is a name, not a model.", hint)
-    if hasattr(model, "config") and hasattr(model, "base_model") and isinstance(model, nn.Module):
-        return model
-    for name in ("auto_model", "model", "_orig_mod"):
-        inner = getattr(model, name, None)
-        if inner is not None and inner is not model and isinstance(inner, nn.Module) and hasattr(inner, "config"):
-            return inner
+    if _is_transformer(model):
+        return model  # type: ignore[no-any-return]
+    parts = _parts(model)
+    for part in parts:
+        if hasattr(part, "config") and (_is_transformer(part) or not _inside(part)):
+            return part
     if isinstance(model, nn.Sequential) and len(model) and model[0] is not model:
         return encoder_of(model[0])
+    for part in (model, *parts):
+        found = _inside(part) if isinstance(part, nn.Module) else {}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        if found:
+            what = f"{type(model).__name__} holds {len(found)} transformers models: {', '.join(found)}."
+            raise UnsupportedModelError(what, "memoize each of them by itself")
     kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise UnsupportedModelError(
         f"{kind} holds no transformers model (looked for .config and .base_model).",
         "pass a transformers model, such as AutoModel.from_pretrained(…)",
     )
+
+
+def makes_answers_outside(model: Any, encoder: nn.Module) -> bool:
+    """Whether a wrapper has modules of its own behind its transformers model: what they make of it is not known."""
+    if model is encoder or isinstance(model, nn.Sequential):
+        return False
+    if not isinstance(model, nn.Module):
+        return not any(part is encoder for part in _parts(model)) and any(
+            makes_answers_outside(part, encoder) for part in _parts(model)
+        )
+    return not any(getattr(model, name, None) is encoder for name in ("auto_model", "_orig_mod"))
+
+
+def _parts(model: Any) -> list[nn.Module]:
+    """Modules that a wrapper may hold its model in."""
+    found = [getattr(model, name, None) for name in ("auto_model", "model", "_orig_mod", "model_body")]
+    return [part for part in found if isinstance(part, nn.Module) and part is not model]
+
+
+def _is_transformer(model: Any) -> bool:
+    return hasattr(model, "config") and hasattr(model, "base_model") and isinstance(model, nn.Module)
+
+
+def _inside(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost transformers models inside of another module, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if _is_transformer(module) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
 
 
 def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:

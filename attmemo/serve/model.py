@@ -21,8 +21,6 @@ Floats = npt.NDArray[np.float32]
 
 POOLINGS: Final[dict[Pooling, str]] = {"mean": "mean", "cls": "cls", "last-token": "lasttoken"}
 """Names of poolings, here and in sentence-transformers."""
-SCORE_STEP: Final = 0.05
-"""A relevance score, from 0 to 1, that moved farther is another answer."""
 
 
 @dataclass(slots=True)
@@ -117,7 +115,7 @@ class ServedModel:
         if reuse != "none":
             options |= {"budget": budget, "fill": fill, "tokenizer": self.tokenizer}
             if self.task == "reranker":
-                options.setdefault("answer", score_angle)
+                options.setdefault("answer", "score")
         memoize(self.module, database=database, reuse=reuse, **options)
 
     def rows_to_compute(self, ids: Sequence[Sequence[int]], types: Sequence[Sequence[int]]) -> list[int]:
@@ -266,16 +264,6 @@ def _embedder(settings: Settings) -> ServedModel:
     longest = min(int(model.max_seq_length or 512), _longest(model.tokenizer, first_part.auto_model.config))
     width = int(served.get_embedding_dimension() or 0)
     return ServedModel(served, "embedding", model.tokenizer, longest, width, pooling=pooling, prompts=prompts)
-
-
-def score_angle(output: Any) -> Tensor:
-    """Relevance scores as vectors ``[B, 2]`` for the guard, which compares cosines with `MIN_COSINE`.
-
-    Scores that differ by more than `SCORE_STEP` become angles whose cosine is below that. The greatest angle stays
-    below a full turn.
-    """
-    angle = output.logits.float().sigmoid()[:, 0] * (float(np.arccos(MIN_COSINE)) / SCORE_STEP)
-    return torch.stack([angle.cos(), angle.sin()], 1)
 
 
 def _dtype(settings: Settings) -> torch.dtype:

@@ -13,7 +13,7 @@ from sklearn.svm import LinearSVC
 from torch import Tensor
 
 from attmemo.errors import AnswerError, ArgumentError
-from attmemo.guard.answers import Answers, Read
+from attmemo.guard.answers import SCORE_STEP, Answers, Read
 
 
 def one_of(answers: Answers, a: Any, b: Any) -> bool:
@@ -56,6 +56,38 @@ class TestClasses:
         assert not one_of(answers, 2, 2)
         assert one_of(answers, [0, 1, 1], [0, 1, 0])  # several labels
         assert not one_of(answers, [0, 1, 1], [0, 1, 1])
+
+
+class Model:
+    """What answers look at of a model."""
+
+    def __init__(self, **config: Any) -> None:
+        self.config = SimpleNamespace(**config)
+
+
+class TestScores:
+    steps = (0.3, 0.3 + 0.99 * SCORE_STEP, 0.3 + 1.01 * SCORE_STEP, 1e-6, 1 - 1e-6)
+
+    @pytest.mark.parametrize("rule", ["auto", "score"])
+    def test_scores_that_moved_are_other_answers(self, rule: Any) -> None:
+        answers = Answers(rule, 0.9)
+        answers.meet(Model(num_labels=1))
+        for output in ({"logits": torch.logit(torch.tensor(self.steps))[:, None]},
+                       (torch.logit(torch.tensor(self.steps))[:, None],)):  # fmt: skip
+            read = answers.read(output, None)
+            assert [answers.differ(read, 0, read, place) for place in range(5)] == [False, False, True, True, True]
+            assert answers.differ(read, 3, read, 4)
+
+    def test_a_number_on_a_scale_of_its_own_is_no_score(self) -> None:
+        answers = Answers("auto", 0.98)
+        answers.meet(Model(num_labels=1, problem_type="regression"))
+        with pytest.raises(AnswerError, match="no classes of sequences"):
+            answers.read({"logits": torch.zeros(2, 1)}, None)
+
+    @pytest.mark.parametrize("output", [{"logits": torch.zeros(2, 3)}, {"last_hidden_state": torch.zeros(2, 3, 4)}])
+    def test_an_output_without_one_logit_is_refused(self, output: Any) -> None:
+        with pytest.raises(AnswerError, match="score"):
+            Answers("score", 0.98).read(output, None)
 
 
 @pytest.fixture(name="hidden")
@@ -228,7 +260,7 @@ class TestClassifiers:
 class TestRules:
     @pytest.mark.parametrize("rule", ["max", "", None, 3, ["mean"]])
     def test_another_rule_is_refused(self, rule: Any) -> None:
-        with pytest.raises(ValueError, match="answer must be one of auto, class, mean, cls, a function, or a class"):
+        with pytest.raises(ValueError, match="of auto, class, spans, score, mean, cls, a function, or a classifier"):
             Answers(rule, 0.9)
 
     @pytest.mark.parametrize("bound", [1.01, -1.01, float("nan"), float("inf"), "0.9", None])

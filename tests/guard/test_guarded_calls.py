@@ -325,20 +325,17 @@ def _headed(kind: str, **settings: Any) -> Callable[[], Any]:
 
 
 HEADS = {
-    "one class": _headed("BertForSequenceClassification", num_labels=1),
-    "tags": _headed("BertForTokenClassification", num_labels=3),
+    "a number": _headed("BertForSequenceClassification", num_labels=1, problem_type="regression"),
     "words": _headed("BertForMaskedLM"),
     "spans": _headed("BertForQuestionAnswering"),
     "choice": _headed("BertForMultipleChoice"),
-    "tags in a tuple": _headed("BertForTokenClassification", num_labels=3, return_dict=False),
     "spans in a tuple": _headed("BertForQuestionAnswering", return_dict=False),
 }
 """Heads whose output has no class and no vector of a sequence."""
 
 HEADS_SAID = {
-    "one class": "logits (2, 1) are no classes", "tags": "logits (2, 11, 3) are no classes",
+    "a number": "logits (2, 1) are no classes", "choice": "a small batch cannot be run",
     "words": f"logits (2, 11, {SIZES['vocab_size']}) are no classes", "spans": "holds no hidden states to pool",
-    "choice": "a small batch cannot be run", "tags in a tuple": "logits (2, 11, 3) are no classes",
     "spans in a tuple": "holds no hidden states to pool",
 }  # fmt: skip
 
@@ -449,7 +446,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("head", "answer"),
         [
-            ("one class", lambda output: (output.logits[:, 0] > 0).long()),
+            ("a number", lambda output: (output.logits[:, 0] > 0).long()),
             ("spans", lambda output: 4096 * output.start_logits.argmax(-1) + output.end_logits.argmax(-1)),
         ],
     )

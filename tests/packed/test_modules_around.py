@@ -17,8 +17,8 @@ LINES = ["alpha beta", "gamma", "alpha beta gamma delta epsilon zeta", "gamma"]
 sentence = pytest.importorskip("sentence_transformers", reason="package sentence-transformers is not installed")
 
 
-def packed(bare: Any) -> Any:
-    model = memoize(copy.deepcopy(bare), reuse="none")
+def packed(bare: Any, **options: Any) -> Any:
+    model = memoize(copy.deepcopy(bare), reuse="none", **options)
     model.attmemo.reset_stats()
     return model
 
@@ -59,6 +59,10 @@ def test_a_sparse_head_gives_the_same_weights_of_words(tiny_bert: str, strategy:
     assert bool((expected > 0).any())
     assert gap(seen, expected) <= NEAR
     assert all_packed(model)
+    rounded = packed(bare, linear="int8")
+    near = rounded.encode(LINES, convert_to_sparse_tensor=False)
+    assert 0.0 < gap(near, expected) <= 0.05
+    assert all_packed(rounded)
 
 
 def test_a_vector_of_each_token_is_the_same_and_so_are_scores(tiny_bert: str) -> None:
@@ -81,5 +85,9 @@ def test_a_vector_of_each_token_is_the_same_and_so_are_scores(tiny_bert: str) ->
         assert seen.shape == expected.shape
         assert gap(torch.as_tensor(seen), torch.as_tensor(expected)) <= NEAR
     assert all_packed(model)
-    scores = [one.similarity(one.encode(LINES[:1]), one.encode(LINES)) for one in (model, bare)]
-    assert gap(*scores) <= NEAR
+    rounded = packed(bare, linear="int8")
+    assert all_packed(rounded) is False, "nothing was asked yet"
+    scores = [one.similarity(one.encode(LINES[:1]), one.encode(LINES)) for one in (model, bare, rounded)]
+    assert gap(*scores[:2]) <= NEAR
+    assert 0.0 < gap(scores[2], scores[1]) <= 0.05
+    assert all_packed(rounded)
