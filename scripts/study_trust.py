@@ -280,7 +280,8 @@ def tables(found: dict[str, Any]) -> str:
         for row in rows:
             parts[-1] += (
                 f"\n| {row['model']} | {row['linear']} | {row['texts'] * row['rounds']:,} | "
-                f"{row['asked_with_record']:,} | {row['moves']} | {row['moves_while_recorded']} | {row['moves_as_8_bits_began']} |"
+                f"{row['asked_with_record']:,} | {row['moves']} | {row['moves_while_recorded']} | "
+                f"{row['moves_as_8_bits_began']} |"
             )
     if rows := found.get("flood"):
         parts.append("## A flood of new texts\n\n| bound | new texts | requests | later templates reused | records | "

@@ -157,8 +157,10 @@ class Memoization(ABC):
             self._hooks.pop().remove()
 
     def reset_stats(self) -> None:
-        """Start counting anew."""
+        """Start counting anew, in all namespaces."""
         self.engine.reset_stats()
+        for one in () if self.spaces is None else self.spaces.opened():
+            one.engine.reset_stats()
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

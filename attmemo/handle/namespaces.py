@@ -20,15 +20,18 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from attmemo.arguments import check_namespace
+from attmemo.db.folder import SEGMENTS
 from attmemo.db.namespaces import bytes_in, folder_of, named_in, write_name
 from attmemo.db.pools.filling import is_filling
 from attmemo.db.pools.shared_pool import SharedPool
-from attmemo.db.pools.shares import LONG, Sharer, Shares
+from attmemo.db.pools.shares import Sharer, Shares
 from attmemo.errors import ArgumentError, AttmemoError, DatabaseError
 from attmemo.packed.stack import Stack
 from attmemo.rows.live_store import GrowingRows
 from attmemo.system.locking import ThreadLock
 
+LOOK: Final = 10.0
+"""Seconds between two looks at what namespaces hold that are not open."""
 SOON: Final = 0.05
 """Seconds that each of the others is waited for, where a namespace begins: to begin with fewer bytes costs records."""
 
@@ -69,9 +72,10 @@ class Namespaces:
         self._outer, self._make, self.most, self._places = outer, make, most, places
         self._lock, self._spaces, self._closed = ThreadLock(), dict[str, Space](), False
         self._shares: Shares | None = None
-        for name, folder in (pair for place in places for pair in named_in(place).items()):
-            nbytes, used = bytes_in(folder), monotonic() - LONG - (time.time() - folder.stat().st_mtime)
-            self._spaces[name] = Space(name, sharer=self._sharer(partial(int, nbytes), used))
+        self._looked = monotonic()
+        for name in (name for place in places for name in named_in(place)):
+            self._spaces[name] = Space(name, sharer=self._sharer(lambda: 0, self._looked))
+            self._look_at(self._spaces[name])
 
     def __len__(self) -> int:
         return len(self._spaces)
@@ -159,10 +163,24 @@ class Namespaces:
 
         return bound
 
+    def _look_at(self, space: Space) -> None:
+        """See what a namespace that is not open holds: another process may use it."""
+        nbytes, written = 0, 0.0
+        for folder in (folder_of(place, space.name) for place in self._places):
+            nbytes += bytes_in(folder)
+            with suppress(OSError):
+                written = max(written, *(file.stat().st_mtime for file in (folder, folder / SEGMENTS)))
+        if space.sharer is not None:
+            space.sharer.nbytes, space.sharer.used = partial(int, nbytes), monotonic() - (time.time() - written)
+
     def _shrink_closed(self, shares: Shares) -> None:
         """Take the oldest records out of namespaces that are not open, where others need the bytes."""
+        looks = monotonic() - self._looked > LOOK
+        self._looked = monotonic() if looks else self._looked
         for space in [one for one in list(self._spaces.values()) if one.handle is None and one.sharer is not None]:
             with space.lock:
+                if looks and space.handle is None:
+                    self._look_at(space)
                 sharer = space.sharer
                 if space.handle is not None or space.gone or sharer is None or not (held := sharer.nbytes()):
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from packed_models import Inputs, batch
 from prefix_models import answer, batch_of, make, random_ids
 
 from attmemo import memoize, unmemoize
-from attmemo.db.folder import NAMED, NAMESPACES
+from attmemo.db.folder import NAMED, NAMESPACES, SEGMENTS
 from attmemo.db.namespaces import folder_of, named_in
 from attmemo.errors import ArgumentError
 
@@ -243,6 +244,9 @@ class TestFolders:
         for turn in range(8):
             ask(model, batch([40, 30, 20], turn), "a")
         unmemoize(model)
+        folder = folder_of(tmp_path / "db", "a")
+        for place in (folder, folder / SEGMENTS):
+            os.utime(place, (0, 0))  # it was not used for long
         model = guarded(bare, database=tmp_path / "db", max_bytes=bound)
         before = model.attmemo.namespaces()["a"]["record_bytes"]
         for turn in range(40):
@@ -251,6 +255,26 @@ class TestFolders:
         found = model.attmemo.namespaces()
         assert found["a"]["record_bytes"] < before < found["b"]["record_bytes"]
         unmemoize(model)
+
+
+    def test_what_another_process_keeps_in_a_namespace_counts(
+        self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("attmemo.handle.namespaces.LOOK", 0.0)
+        first = guarded(bare, database=tmp_path / "db")
+        ask(first, BASE, "a")
+        second = guarded(bare, database=tmp_path / "db")
+        before = second.attmemo.namespaces()["a"]["record_bytes"]
+        for turn in range(8):
+            ask(first, batch([40, 30, 20], turn), "a")
+        unmemoize(first)
+        ask(second, BASE)
+        now = second.attmemo.namespaces()["a"]
+        assert not now["open"]
+        assert now["record_bytes"] >= before > 0
+        assert ask(second, BASE, "a") is not None
+        assert told(second, "a")["repeated"] == len(BASE["input_ids"])
+        unmemoize(second)
 
 
 class TestNames:
