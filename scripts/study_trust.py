@@ -250,7 +250,7 @@ def flood(shared: Path, half: int = 10_000) -> list[dict[str, Any]]:
                 "served_of_later_templates": late[0] / late[1], "records": found["records"],
                 "record_bytes": found["record_bytes"], "offered": found["offered"],
                 "mib_in_the_middle": memory[len(memory) // 2], "mib_at_the_end": memory[-1],
-                "state": found["guard"]["state"],
+                "state": found["guard"]["state"], "counts": model.attmemo.engine.reuse.store.pool.counts,
             })  # fmt: skip
             print(rows[-1], flush=True)
     return rows
