@@ -15,6 +15,10 @@ MEMORY: Final = ":memory:"
 """The database that starts with nothing and is kept in memory."""
 AUTO: Final = "auto"
 """The database of the model in the user's cache directory."""
+LONGEST_NAME: Final = 128
+"""Characters of the name of a namespace, at most."""
+NAMESPACES: Final = 64
+"""Namespaces of a model, at most, by default."""
 
 
 def check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
@@ -47,6 +51,19 @@ def check_places(database: object, fill: object) -> None:
             if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:
                 what = f"{name} is {str(value)!r:.80}, which can be no path: {getattr(error, 'strerror', error)}."
                 raise ArgumentError(what, f"name a directory, or leave out {name}") from error
+
+
+def check_namespace(name: object) -> None:
+    """Check that a text can name a namespace, or raise ArgumentError."""
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+        what = f"a namespace is named by 1 to {LONGEST_NAME} printable characters; got {name!r:.80}."
+        raise ArgumentError(what, "namespace('tenant-a')")
+
+
+def check_namespaces(most: object) -> None:
+    """Check that this is how many namespaces there may be, or raise ArgumentError."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise ArgumentError(f"namespaces must be a whole number from 0 on; got {most!r}.", f"namespaces={NAMESPACES}")
 
 
 def check_budget(budget: object) -> None:

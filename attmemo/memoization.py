@@ -10,10 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import torch
 from torch import nn
 
-from attmemo.arguments import AUTO, MEMORY, check_budget, check_choices, check_places, check_together, is_auto
+from attmemo.arguments import (
+    AUTO,
+    MEMORY,
+    NAMESPACES,
+    check_budget,
+    check_choices,
+    check_namespaces,
+    check_places,
+    check_together,
+    is_auto,
+)
 from attmemo.db import Database, filling_path, find_database, kept_in
 from attmemo.db.pools.filling import is_filling
 from attmemo.embed.lookup import LookupName
@@ -31,16 +40,17 @@ from attmemo.forward.handle import Memoization
 from attmemo.forward.hooks import Hook
 from attmemo.guard.answers import AnswerRule, answer_of
 from attmemo.guard.check import check_answers
+from attmemo.handle.growing import Records
 from attmemo.handle.prefix import prepare_prefix
-from attmemo.handle.rows import Guarding, Records, answering_of, prepare_rows
+from attmemo.handle.rows import Guarding, answering_of, prepare_rows
 from attmemo.handle.stack import StackMemoization, blocks_of, choose_linear, prepare_stack
 from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
 from attmemo.maps.handle import Threshold, prepare_maps
 from attmemo.mmap import FetcherName, Residency
 from attmemo.models import Adapter, Site, adapter_for, encoder_of, makes_answers_outside
-from attmemo.system.machine import cores, trim
-from attmemo.system.precision import slow
+from attmemo.system.machine import trim
+from attmemo.system.precision import warn_if_slow
 from attmemo.system.sizes import bytes_of
 
 _LOG = logging.getLogger("attmemo")
@@ -73,6 +83,7 @@ def memoize(
     linear: Literal["auto"] | LinearName = "auto",
     shadow: bool = False,
     log_changes: str | os.PathLike[str] | None = None,
+    namespaces: int = NAMESPACES,
 ) -> Model:
     """Make a transformers model faster on CPUs, in place.
 
@@ -151,6 +162,9 @@ def memoize(
         Give exact answers only; find in idle times what the budget would reuse and change: ``stats()["shadow"]``.
     log_changes : path-like, optional
         A file that gets a line of JSON for each verified answer that had changed: hashes and numbers, no text.
+    namespaces : int
+        So many namespaces may be named by `Memoization.namespace`. Each has records and a guard of its own; all share
+        `max_bytes`.
 
     Returns
     -------
@@ -184,6 +198,7 @@ def memoize(
     check_choices(shadow=(shadow, (True, False)))
     check_places(None if isinstance(database, Database) else database, fill)
     check_budget(budget)
+    check_namespaces(namespaces)
     rule = Rule.of(near, most_moved)
     own: LinearName = "exact" if linear == "auto" else linear
     chooses = linear == "auto" and bool(budget) and not shadow and (database is None or database == MEMORY)
@@ -206,7 +221,7 @@ def memoize(
             with weights_first(outer if isinstance(outer, nn.Module) else encoder):
                 handle = _prepare(
                     encoder, outer, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
-                    bound, own, budget, chooses,
+                    bound, own, budget, chooses, namespaces,
                 )  # fmt: skip
         except AnswerError as error:
             if reuse == "rows" or answer != "auto":
@@ -214,7 +229,7 @@ def memoize(
             chooses &= not makes_answers_outside(outer, encoder)
             handle = _whole(encoder, outer, _adapter(encoder)[0], own, guarding if chooses else None, gate)
             _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
-        _warn_if_slow(encoder)
+        warn_if_slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
     except BaseException:
         for earlier in serving:
             earlier.enable()
@@ -273,11 +288,12 @@ def _prepare(
     linear: LinearName,
     budget: float | None,
     chooses: bool,
+    namespaces: int,
 ) -> Memoization:
     """Check everything and make the handle; the model is not changed yet."""
     adapter, sites = _adapter(encoder)
     if reuse == "prefix":
-        return prepare_prefix(encoder, adapter, linear, max_bytes)
+        return prepare_prefix(encoder, adapter, linear, max_bytes, namespaces)
     if linear != "exact":
         blocks_of(encoder, adapter, reuse)  # or refused by name, whatever else could serve the model
     folder = None if isinstance(fill, bool) else Path(fill)
@@ -297,6 +313,7 @@ def _prepare(
             threshold=threshold, rule=rule, gate=gate, guarding=guarding, linear=linear,
             vectors=not by_itself or (guarding is not None and guarding.answers.rule != "auto"),
             chooses=chooses and folder is None and prepared is None, insists=reuse == "rows",
+            namespaces=namespaces,
         )  # fmt: skip
 
     if by_itself:
@@ -404,18 +421,6 @@ def _rows_by_themselves(rows: Callable[[Path | None], StackMemoization], folder:
     if new and found.folder is not None:
         _LOG.warning("attmemo: %s keeps tokens and hidden states of inputs from now on: %s", folder, _PRIVACY)
     return found
-
-
-def _warn_if_slow(encoder: nn.Module) -> None:
-    warning = slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
-    if warning is not None:
-        _LOG.warning("attmemo: %s", warning)
-    threads, count = torch.get_num_threads(), cores()
-    if threads > count:  # the number is the program's own: other work of torch goes by it too
-        _LOG.warning(
-            "attmemo: torch computes with %d threads, and the quota or affinity of this process gives %d cores: the "
-            "threads wait in turns. torch.set_num_threads(%d) mends that", threads, count, count,
-        )  # fmt: skip
 
 
 def _handles(encoder: nn.Module) -> list[Memoization]:

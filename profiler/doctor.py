@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from attmemo.db.discover import cache_directory
-from attmemo.handle.rows import bound_of
+from attmemo.handle.growing import bound_of
 from attmemo.kernels import _map_product, _row_attention
 from attmemo.kernels.linear import Linear
 from attmemo.kernels.linear16 import Linear16

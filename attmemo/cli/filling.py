@@ -30,6 +30,10 @@ ModelName = Annotated[str | None, typer.Option(
 Any_ = Annotated[bool, typer.Option(
     "--any-tokenizer", help="Also if the tokenizer is not the very one that the records were made with.",
 )]  # fmt: skip
+Name = Annotated[str | None, typer.Option(
+    "--namespace", metavar="NAME", show_default=False,
+    help="Forget in this namespace alone; without --text and --before all of it. Stop processes that use it before.",
+)]  # fmt: skip
 _SHOWN = 8  # periods in a table
 Others = Annotated[list[Path], typer.Argument(metavar="FROM…", help="Databases whose records are added.")]
 
@@ -54,52 +58,73 @@ def check_prepared(db: Path, command: str, instead: str) -> None:
 
 def forget(
     db: DatabasePath, text: Text = None, before: Before = None, model: ModelName = None, any_tokenizer: Any_ = False,
-    json: Json = None, quiet: Quiet = False,
+    namespace: Name = None, json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """Take records out of a database that fills itself.
+    """Take records out of a database that fills itself, and of its namespaces.
 
     None of their bytes is left in the folder. What guards have learned there is removed too, so they learn again; and
     what was set aside as damaged, which may hold the same. If no record is meant, nothing is changed.
     """
-    if not text and before is None:
-        raise typer.BadParameter("say what to forget: --text TEXT --model NAME, or --before DATE.")
+    if not text and before is None and namespace is None:
+        raise typer.BadParameter("say what to forget: --text TEXT --model NAME, --before DATE, or --namespace NAME.")
     if text and model is None:
         raise typer.BadParameter("--text needs --model NAME: its tokenizer says which tokens a text has.")
     until = None if before is None else _moment(before)
     with output(json, quiet) as out:
         from attmemo.db.folder import ASIDE, GUARDS
+        from attmemo.db.namespaces import all_of, bytes_in, folder_of
         from attmemo.db.pools.maintenance import check, holds
         from attmemo.db.pools.maintenance import forget as take_out
+        from attmemo.errors import DatabaseError
         from attmemo.guard.file import DAMAGED
         from attmemo.rows.planner import TYPES_FROM
 
-        pool = opened(db, fills=True)
-        try:
-            runs = _runs(text or [], model, None if any_tokenizer else pool)
-            meant = [
-                number for number, kept in pool.records.items()
-                if (until is not None and kept.made < until)
-                or any(holds(kept.tokens & (TYPES_FROM - 1), run) for run in runs)
-            ]  # fmt: skip
-            guards, aside = list((db / GUARDS).glob("*.safetensors")), (db / ASIDE).exists()
-            if not (meant or pool.needs_scrub):
-                guards = []
-            else:  # guards first: a call that is killed finds the records again, and goes on
-                for file in (*guards, *(db / GUARDS).glob(f"*{DAMAGED}*")):
-                    file.unlink(missing_ok=True)
-                shutil.rmtree(db / ASIDE, ignore_errors=True)
-            take_out(pool, meant)
-            findings = check(pool)
-        finally:
-            pool.close()
-        out.result({"path": str(db), "forgotten": len(meant), "guards": len(guards), "ok": not findings})
+        folders = all_of(db)
+        if namespace is not None:
+            folders = [folder_of(db, namespace)]
+            if not folders[0].is_dir():
+                raise DatabaseError(f"{db} has no namespace {namespace!r}.", f"attmemo inspect {db}")
+        if namespace is not None and not (text or before):
+            nbytes = bytes_in(folders[0])
+            shutil.rmtree(folders[0])
+            out.result({"path": str(db), "namespace": namespace, "bytes": nbytes, "ok": True})
+            out.say(f"{db}: namespace {namespace} is forgotten, {size(nbytes)}")
+            return
+        forgotten = begun = 0
+        findings: list[Any] = []
+        aside = [folder / ASIDE for folder in folders if (folder / ASIDE).exists()]
+        for folder in folders:
+            pool = opened(folder, fills=True)
+            try:
+                runs = _runs(text or [], model, None if any_tokenizer else pool)
+                meant = [
+                    number for number, kept in pool.records.items()
+                    if (until is not None and kept.made < until)
+                    or any(holds(kept.tokens & (TYPES_FROM - 1), run) for run in runs)
+                ]  # fmt: skip
+                guards = list((folder / GUARDS).glob("*.safetensors"))
+                if not (meant or pool.needs_scrub):
+                    guards = []
+                else:  # guards first: a call that is killed finds the records again, and goes on
+                    for file in (*guards, *(folder / GUARDS).glob(f"*{DAMAGED}*")):
+                        file.unlink(missing_ok=True)
+                    shutil.rmtree(folder / ASIDE, ignore_errors=True)
+                take_out(pool, meant)
+                findings += check(pool)
+                forgotten, begun = forgotten + len(meant), begun + len(guards)
+            finally:
+                pool.close()
+        out.result({"path": str(db), "forgotten": forgotten, "guards": begun, "ok": not findings})
         sound = f"{len(findings):,} of the others are damaged" if findings else "all others match their checksums"
-        done = f"{len(meant):,} records forgotten, {len(guards)} guards begin anew"
-        out.say(f"{db}: {done if meant else 'no record is meant, so nothing was changed'}; {sound}")
-        if aside and not (db / ASIDE).exists():
-            out.say("Note: what was set aside as damaged is removed too: it may hold the same, and cannot be searched")
-        elif aside:
-            out.say(f"Note: {db / ASIDE} holds what was damaged and cannot be searched: remove it if it may hold this")
+        done = f"{forgotten:,} records forgotten, {begun} guards begin anew"
+        out.say(f"{db}: {done if forgotten else 'no record is meant, so nothing was changed'}; {sound}")
+        for place in aside:
+            if place.exists():
+                out.say(f"Note: {place} holds what was damaged and cannot be searched: remove it if it may hold this")
+            else:
+                out.say(
+                    "Note: what was set aside as damaged is removed too: it may hold the same, and cannot be searched"
+                )
 
 
 def compact(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
@@ -182,6 +207,7 @@ def show(out: Output, found: dict[str, Any]) -> None:
     }
     if found["set_aside_bytes"]:
         rows["set aside"] = f"{size(found['set_aside_bytes'])} that were found damaged"
+    rows |= {f"namespace {name}": size(nbytes) for name, nbytes in found["namespaces"].items()}
     rows |= {f"guard of answer={guard['answer']}": guard["says"] for guard in found["guards"]}
     out.table(found["path"], (), list(rows.items()))
     ages = [

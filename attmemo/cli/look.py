@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,11 +58,13 @@ def inspect(db: DatabasePath, plot: Plot = None, json: Json = None, quiet: Quiet
 def _summarize_filling(db: Path) -> dict[str, Any]:
     """What `inspect` shows of a database that fills itself, JSON-able."""
     from attmemo.db.folder import ASIDE
+    from attmemo.db.namespaces import bytes_in, named_in
     from attmemo.db.pools.maintenance import summarize
 
     aside = sum(file.stat().st_size for file in (db / ASIDE).rglob("*") if file.is_file())
     with closing(filling.opened(db, fills=False)) as pool:
-        return summarize(pool) | {"guards": _guards(db), "set_aside_bytes": aside}
+        spaces = {name: bytes_in(folder) for name, folder in named_in(db).items()}
+        return summarize(pool) | {"guards": _guards(db), "set_aside_bytes": aside, "namespaces": spaces}
 
 
 def _plot(file: Path, found: dict[str, Any]) -> None:
@@ -175,11 +177,16 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
 
 
 def _check_filling(out: Output, db: Path) -> None:
+    from attmemo.db.database import Finding
+    from attmemo.db.namespaces import all_of
     from attmemo.db.pools import maintenance as upkeep
 
-    with closing(filling.opened(db, fills=False)) as pool:
-        records = len(pool)
-        found = upkeep.check(pool, lambda done, total: out.stages("checking records", done, total))
+    records, found = 0, list[Finding]()
+    for folder in all_of(db):
+        with closing(filling.opened(folder, fills=False)) as pool:
+            records += len(pool)
+            own = upkeep.check(pool, lambda done, total: out.stages("checking records", done, total))
+        found += [replace(one, where=f"{folder.relative_to(db)}/{one.where}") for one in own] if folder != db else own
     for finding in found:
         out.say(f"{finding.where}: {finding.what}")
     out.result({"path": str(db), "records": records, "ok": not found, "findings": [asdict(one) for one in found]})

@@ -98,6 +98,11 @@ def serve(
         "File that gets a line for each verified answer that had changed: hashes and numbers, no text.",
         metavar="FILE", show_default=False,
     )] = None,
+    namespaces: Annotated[int, _named(
+        "ATTMEMO_NAMESPACES",
+        "Namespaces that requests may name in the header x-attmemo-namespace: each has records and a guard of its "
+        "own. 0: the header is refused.", metavar="N", min=0,
+    )] = 0,
     served_model_name: Annotated[str | None, _named(
         "SERVED_MODEL_NAME",
         "Name of the model that clients see.  [default: that on the hub, or the last name of the directory]",

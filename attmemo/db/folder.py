@@ -19,7 +19,11 @@ GUARDS: Final = "guard"
 """Folder for what guards have learned."""
 ASIDE: Final = "set-aside"
 """Folder for what was found damaged."""
-_OWN: Final = (FILLING, CATALOGUE, SEGMENTS, GUARDS, ASIDE, LEASE, PRESENCE, DUE)
+NAMESPACES: Final = "namespaces"
+"""Folder with a folder for each namespace: a database of its own."""
+NAMED: Final = "NAMESPACE.json"
+"""File with the name of a namespace."""
+_OWN: Final = (FILLING, CATALOGUE, SEGMENTS, GUARDS, ASIDE, LEASE, PRESENCE, DUE, NAMESPACES, NAMED)
 
 
 def make_folder(path: Path) -> None:

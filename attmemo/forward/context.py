@@ -85,6 +85,9 @@ class Forward:
         Whether its guard leaves it to the blocks: it is looked up nowhere, and nothing is verified.
     asking : object
         What its guard decides (`attmemo.guard.planner.Asking`).
+    space : object
+        The handle of the namespace whose records and guard serve it (`attmemo.handle.namespaces`). None: those of the
+        model. Inherited.
     given : Given or None
         The call of the model; None: no call of the model runs.
     plan : Plan or None
@@ -110,6 +113,7 @@ class Forward:
     unpooled: bool = False
     left: bool = False
     asking: Any = None
+    space: Any = None
     given: Given | None = None
     plan: Plan | None = None
     masks: dict[tuple[int, int | None, int, int], tuple[Any, Spans | str]] = field(default_factory=dict)
@@ -117,6 +121,12 @@ class Forward:
     firsts: int = 0
     outcome: Outcome = NOTHING
     opened_by_model: bool = False  # and closed by it: no hook stands around the model
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked of it, but perhaps a namespace, and what it computes."""
+        asked = self.forced, self.last, self.packed, self.asking, self.given
+        return not self.whole and not self.repeats and all(part is None for part in asked)
 
     def note_computed(self, counters: Counters, lengths: npt.NDArray[np.int64]) -> None:
         """Note a forward that computed sequences of these lengths, and looked nothing up."""
@@ -150,7 +160,7 @@ class Current(threading.local):
         """Open the context of a forward within the one that runs; other arguments are fields of `Forward`."""
         outer = self.forward
         if outer is not None:
-            inherited = {name: getattr(outer, name) for name in ("observed", "whole", "forced", "packed")}
+            inherited = {name: getattr(outer, name) for name in ("observed", "whole", "forced", "packed", "space")}
             asked = inherited | asked
         self.forward = opened = Forward(counters, **asked)
         try:

@@ -88,6 +88,7 @@ class Engine:
         self.planner = planner
         self.watch, self._told = watch, False
         self.current = Current()
+        self.space: Any = None  # the handle of the namespace that it serves; None: the model's own engine
         self._inside: Counter[int] = Counter()  # forwards that run, by thread
         self._counting = threading.Condition()
         self.reset_stats()
@@ -103,6 +104,8 @@ class Engine:
         forward = self.current.forward
         if forward is None:  # a layer is called by hand
             forward = Forward(self.counters)
+        elif (own := self.of(forward)) is not self:
+            return own.attend(sites, exact, args, kwargs)
         site = sites[0] if len(sites) == 1 else _turn(sites, forward)
         if site is None:
             self.counters.call(0, _BY_HAND, _sequences(args, kwargs))
@@ -149,14 +152,15 @@ class Engine:
             Last hidden states ``[B, L, H]``; or the plan that the modules are to follow.
         """
         forward = self._begin(Given(None, given))
+        own = self.of(forward)
         try:
-            plan = forward.plan = self.planner.before() or self.planner.plan(site.layer, call, spans, forward)
+            plan = forward.plan = own.planner.before() or own.planner.plan(site.layer, call, spans, forward)
             share = plan.layers.get(site.layer)
             if share is None:
                 return plan
             start = perf_counter()
-            served: Tensor = self.reuse.serve(site, call, spans, share, forward)
-            self.counters.call(site.layer, plan, len(spans.lengths), perf_counter() - start)
+            served: Tensor = own.reuse.serve(site, call, spans, share, forward)
+            own.counters.call(site.layer, plan, len(spans.lengths), perf_counter() - start)
             return served
         finally:
             self.end_forward()
@@ -260,7 +264,7 @@ class Engine:
         """Before a forward of the model; arguments that only the exact path can honour keep all of it exact."""
         forward = self._begin(Given(self._refusal(model, given), given))
         if forward.forced is None and (forward.given is None or forward.given.reason is None):
-            forward.plan = self.planner.before()  # if there is one, not even a mask is read
+            forward.plan = self.of(forward).planner.before()  # if there is one, not even a mask is read
 
     def _begin(self, given: Given) -> Forward:
         with self._counting:
@@ -269,7 +273,7 @@ class Engine:
         if forward is None:
             forward = self.current.forward = Forward(self.counters, opened_by_model=True)
         forward.forget()
-        forward.counters, forward.given = self.counters, given
+        forward.counters, forward.given = self.of(forward).counters, given
         return forward
 
     def end_forward(self) -> None:
@@ -329,7 +333,20 @@ class Engine:
 
     def open(self, **asked: Any) -> AbstractContextManager[Forward]:
         """Open the context of this thread's forwards; the arguments are fields of `Forward`."""
+        if self.space is not None:
+            asked["space"] = self.space
         return self.current.open(self.counters, **asked)
+
+    # -- namespaces
+
+    def of(self, forward: Forward | None) -> Engine:
+        """The engine that serves a forward: this one, or that of the forward's namespace."""
+        found: Engine = self if forward is None or forward.space is None else forward.space.engine
+        return found
+
+    def serve_within(self, outer: Engine, space: Any) -> None:
+        """Serve forwards behind the hooks of another engine, of one namespace; `space` is its handle."""
+        self.current, self.space = outer.current, space
 
     # -- counters
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
+from attmemo.arguments import check_namespace
 from attmemo.db import Database
-from attmemo.errors import AttmemoError
+from attmemo.errors import ArgumentError, AttmemoError
 from attmemo.forward.engine import Engine
 from attmemo.forward.hooks import FollowerHook, Hook, LayerHook, ModelHook
 from attmemo.forward.wrapper_hooks import hooks_around
@@ -28,6 +30,8 @@ class Memoization(ABC):
         The part of the model that is served.
     caller : object
         What the caller of `memoize` holds: the model, or a wrapper around it. Takes effect with the next `enable`.
+    spaces : Namespaces or None
+        Of `attmemo.handle.namespaces`; None: what requests bring is not kept.
     """
 
     def __init__(
@@ -47,6 +51,37 @@ class Memoization(ABC):
         self._hooks: list[Hook] = []
         self._undone = False
         self.caller: object = model
+        self.spaces: Any = None
+
+    # -- namespaces
+
+    def namespace(self, name: str) -> AbstractContextManager[Any]:
+        """While inside, forwards of this thread read and leave records of this namespace alone; its guard is its own.
+
+        Parameters
+        ----------
+        name : str
+            1 to 128 printable characters. A namespace begins when it is first named.
+
+        Raises
+        ------
+        ArgumentError
+            It can be no name, or there are as many namespaces as `memoize` was told.
+        """
+        check_namespace(name)
+        return self.engine.open(space=None if self.spaces is None else self.spaces.open(name))
+
+    def namespaces(self) -> dict[str, dict[str, Any]]:
+        """The counters of each namespace by name, as `stats` has them. ``open``: it was named since."""
+        return {} if self.spaces is None else self.spaces.stats()
+
+    def forget(self, name: str) -> None:
+        """Forget a namespace: its records, what its guard learned, and its folder. ArgumentError: there is none."""
+        if self.spaces is None:
+            raise ArgumentError(f"there is no namespace {name!r}.", "nothing of requests is kept")
+        self.spaces.forget(name)
+
+    # -- the switch
 
     @property
     @abstractmethod
@@ -122,8 +157,10 @@ class Memoization(ABC):
             self._hooks.pop().remove()
 
     def reset_stats(self) -> None:
-        """Start counting anew."""
+        """Start counting anew, in all namespaces."""
         self.engine.reset_stats()
+        for one in () if self.spaces is None else self.spaces.opened():
+            one.engine.reset_stats()
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Guarded:
             mask = self.answers.mask_in(given)
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
-            if mask is not None and mask.dim() == 2 and running is None:
+            if mask is not None and mask.dim() == 2 and (running is None or running.is_plain):
                 tokens = tokens_in(mask)
                 why = self._reason_to_leave(tokens, len(mask))
                 if why is not None:

@@ -8,7 +8,8 @@ from torch import nn
 
 from attmemo.errors import ArgumentError, UnsupportedModelError
 from attmemo.forward.planning import Whole
-from attmemo.handle.rows import bound_of
+from attmemo.handle.growing import bound_of
+from attmemo.handle.namespaces import Namespaces
 from attmemo.handle.stack import StackMemoization, handle_of, packed_of
 from attmemo.kernels.linear8 import LinearName
 from attmemo.models import Adapter
@@ -19,9 +20,9 @@ from attmemo.prefix.store import PrefixStore
 
 
 def prepare_prefix(
-    encoder: nn.Module, adapter: Adapter, linear: LinearName, max_bytes: int | None
+    encoder: nn.Module, adapter: Adapter, linear: LinearName, max_bytes: int | None, namespaces: int = 0
 ) -> StackMemoization:  # fmt: skip
-    """Check everything and make the handle; the model is not changed yet.
+    """Check everything and make the handle; the model is not changed yet. `namespaces`: so many may be named later.
 
     Raises
     ------
@@ -54,4 +55,13 @@ def prepare_prefix(
     check_stack(handle, adapter, encoder, packed)
     check_prefixes(handle, adapter, encoder, packed, times=2)
     store.forget()
+
+    def make(name: str, nbytes: int) -> StackMemoization:
+        del name, nbytes  # one room, in which what was used least recently goes
+        reuse = PrefixRows(blocks, packed, store, store.begin())
+        found = handle_of(encoder, adapter, packed, reuse, Whole(), None, owned=False)
+        found.engine.serve_within(handle.engine, found)
+        return found
+
+    handle.spaces = Namespaces(handle, make, namespaces)
     return handle

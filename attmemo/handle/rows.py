@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,16 +15,11 @@ import torch
 from torch import nn
 
 from attmemo.arguments import check_tokenizer
-from attmemo.db import KIND_ROWS, Database, ModelInfo
-from attmemo.db.aside import open_to_fill
-from attmemo.db.encodings import ROW_STORAGE, TYPES
-from attmemo.db.files import DAMAGED
-from attmemo.db.folder import GUARDS, SEGMENTS
-from attmemo.db.pools.filling import Filling
-from attmemo.db.pools.pool import Pool
-from attmemo.db.pools.shared_pool import SharedPool
-from attmemo.errors import AnswerError, ArgumentError, DatabaseError, DatabaseLockedError, StorageFullError
-from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
+from attmemo.db import KIND_ROWS
+from attmemo.db.folder import GUARDS
+from attmemo.db.namespaces import folder_of
+from attmemo.errors import AnswerError, ArgumentError, DatabaseError
+from attmemo.fingerprint import arithmetic
 from attmemo.guard.answers import AnswerRule, Answers, is_class_of_first_row
 from attmemo.guard.attack_labels import attack_labels
 from attmemo.guard.change_log import ChangeLog
@@ -41,7 +33,8 @@ from attmemo.guard.keeper import Keeper
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.rules import digest_of_rules
 from attmemo.guard.shadow import Shadow
-from attmemo.handle.description import describe
+from attmemo.handle.growing import Records, growing_rows
+from attmemo.handle.namespaces import Namespaces
 from attmemo.handle.stack import StackMemoization, blocks_of, choose_linear, handle_of, packed_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS, Kinds
@@ -51,13 +44,11 @@ from attmemo.packed.check import check_stack, check_whole
 from attmemo.packed.head_check import reads_first_row
 from attmemo.packed.runner import Packed
 from attmemo.rows.check import check_rows
-from attmemo.rows.layout import RowLayout
 from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.planner import THRESHOLD, RowPlanner
 from attmemo.rows.serve import Rows
 from attmemo.rows.store import DatabaseRows
 from attmemo.rows.token_kinds import find_tokenizer, kinds_of
-from attmemo.system.memory import free_memory
 
 _LOG = logging.getLogger("attmemo")
 
@@ -119,50 +110,17 @@ class Guarding:
         return cls(budget, confidence, answers, tokenizer, shadow, log)
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """Where records come from, and where new ones go.
-
-    Parameters
-    ----------
-    prepared : Database or None
-        Records that were built before.
-    owned : bool
-        Whether the handle closes it.
-    folder : path or None
-        Of a database that fills itself; None: in memory.
-    fills : bool
-        Whether new records are kept.
-    max_bytes : int or None
-        Most bytes of new records.
-    fields : mapping
-        Those of the model's fingerprint; needed with a folder.
-    """
-
-    prepared: Database | None = None
-    owned: bool = False
-    folder: Path | None = None
-    fills: bool = True
-    max_bytes: int | None = None
-    fields: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def grow(self) -> bool:
-        """Whether there may be more records than the prepared ones."""
-        return self.fills or self.folder is not None
-
-
 def prepare_rows(
     encoder: nn.Module, outer: Any, adapter: Adapter, records: Records, *, threshold: Any, rule: Rule, gate: bool,
     guarding: Guarding | None, linear: LinearName, vectors: bool = True, chooses: bool = False,
-    insists: bool = True,
+    insists: bool = True, namespaces: int = 0,
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle for rows; the model is not changed yet.
 
     `outer` is what the caller holds: the model itself, or a wrapper around it. `vectors`: whether answers that are
     vectors may come from rows of similar inputs; if not, AnswerError is raised for them.
     `chooses`: 8-bit layers may be proven beside, with half of the budget. `insists`: similar inputs are reused,
-    whatever a classifier's labels are about.
+    whatever a classifier's labels are about. `namespaces`: so many may be named later.
     """
     share = _share(threshold)
     tokenizer = None if guarding is None else guarding.tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
@@ -181,8 +139,59 @@ def prepare_rows(
             hint = f"reuse='rows' or answer='{name}' reuses rows all the same, where {kept} need not be kept"
             raise AnswerError(what, hint)
     packed = packed_of(encoder, adapter, "rows", linear)  # behind: it takes as much memory as the weights
-    blocks = packed.blocks
     with ExitStack() as undo:
+        making = _Making(encoder, adapter, packed, whole, tokenizer, share, rule, gate, guarding, linear)
+        handle = making.handle(records, undo)
+        check_stack(handle, adapter, encoder, packed)
+        storage = handle.engine.reuse.store.storage  # type: ignore[attr-defined]
+        check_rows(handle, adapter, encoder, storage, packed)
+        handle.first_row = reads_first_row(handle, adapter, encoder)
+        handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
+        if guarding is not None:
+            making.learn_of(insists)
+            deferred = Deferred(whole, handle.engine.watch)
+            making.guard(handle, deferred, handle.folder if opened is None else opened.path, undo)
+            handle.spaces = _namespaces(handle, making, records, deferred, namespaces)
+            if chooses:
+                _choose_linear(handle, making)
+        undo.pop_all()
+    if guarding is None:
+        _LOG.warning("attmemo: %s", UNGUARDED)
+    return handle
+
+
+@dataclass
+class _Making:
+    """What a model's own handle and those of its namespaces are made of.
+
+    Attributes
+    ----------
+    budget : float
+        That rows have now: half of it once 8-bit layers serve.
+    equal_only : bool
+        Similar inputs are not reused.
+    """
+
+    encoder: nn.Module
+    adapter: Adapter
+    packed: Packed
+    whole: nn.Module
+    tokenizer: Any
+    share: float
+    rule: Rule
+    gate: bool
+    guarding: Guarding | None
+    linear: LinearName
+    budget: float = 0.0
+    equal_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.guarding is not None:
+            self.budget, self.kinds = self.guarding.budget, _kinds(self.tokenizer)
+
+    def handle(self, records: Records, undo: ExitStack, like: Rows | None = None) -> StackMemoization:
+        """A handle with a store of its own; `like`: what serves the model already."""
+        opened, guarding, packed = records.prepared, self.guarding, self.packed
         prepared = None if opened is None else DatabaseRows(opened)
         store: DatabaseRows | GrowingRows
         if prepared is not None and (guarding is None or not records.grow):
@@ -193,194 +202,127 @@ def prepare_rows(
                     "new records are what the guard verifies, and budget=None is without a guard.",
                     "give a budget; or only read a database, with fill=False",
                 )
-            store = _growing(encoder, adapter, packed, records, prepared, tokenizer, undo)
+            store = growing_rows(self.encoder, self.adapter, packed, records, prepared, self.tokenizer, undo)
         undo.callback(store.close)
-        storage = store.storage
-        growing = store if isinstance(store, GrowingRows) else None
+        growing, relative = store if isinstance(store, GrowingRows) else None, packed.blocks.relative
         if guarding is None:
-            rule = rule.for_unguarded()
-            planner = RowPlanner(store.index, share, rule, relative=blocks.relative, gated=gate)
+            planner = RowPlanner(
+                store.index, self.share, self.rule.for_unguarded(), relative=relative, gated=self.gate
+            )
         else:
-            kinds = _kinds(tokenizer)
             planner = GuardedPlanner(
-                store.index, share, rule, relative=blocks.relative, gated=gate,
-                guard=Guard(guarding.budget, guarding.confidence, free=len(kinds) > 0), kinds=kinds,
-                rounds=storage[1] not in (packed.dtype, torch.float32),
-                store=growing,
+                store.index, self.share, self.rule, relative=relative, gated=self.gate, guard=self.new_guard(),
+                kinds=self.kinds, rounds=store.storage[1] not in (packed.dtype, torch.float32), store=growing,
             )  # fmt: skip
-        reuse = Rows(blocks, packed, store, guarded=guarding is not None)
-        handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=records.owned)
-        handle.folder = store.folder if isinstance(store, GrowingRows) else None
-        check_stack(handle, adapter, encoder, packed)
-        check_rows(handle, adapter, encoder, storage, packed)
-        handle.first_row = reads_first_row(handle, adapter, encoder)
-        handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
-        if guarding is not None:  # only now: what the checks ask must not be learned
-            assert isinstance(planner, GuardedPlanner)
-            if guarding.answers.are_vectors:
-                planner.guard.compare_vectors()
-            elif guarding.answers.spans is None and is_class_of_first_row(
-                guarding.answers.rule, getattr(encoder, "config", None)
-            ):
-                planner.rule = rule = rule.for_classes()
-            labels = [] if insists else attack_labels(getattr(encoder, "config", None))
-            if labels:
-                planner.guard.equal_only = True
-                _LOG.warning("attmemo: %s", ATTACKS.format(", ".join(labels[:3])))
-            named = isinstance(guarding.answers.rule, str)  # a function may be another one next time
-            answering = {
-                "head": head_of(whole, adapter.host(encoder)), "vectors": guarding.answers.are_vectors,
-                "answer": guarding.answers.name,
+        scratch = None if like is None else like.scratch
+        reuse = Rows(packed.blocks, packed, store, guarded=guarding is not None, scratch=scratch)
+        found = handle_of(self.encoder, self.adapter, packed, reuse, planner, opened, owned=records.owned)
+        found.folder = None if growing is None else growing.folder
+        return found
+
+    def new_guard(self) -> Guard:
+        """A guard that knows nothing."""
+        assert self.guarding is not None
+        found = Guard(self.budget, self.guarding.confidence, free=len(self.kinds) > 0)
+        found.equal_only = self.equal_only
+        if self.answers.are_vectors:
+            found.compare_vectors()
+        return found
+
+    @property
+    def answers(self) -> Answers:
+        """What an answer is."""
+        assert self.guarding is not None
+        return self.guarding.answers
+
+    def learn_of(self, insists: bool) -> None:
+        """Look at what the model's answers are; only once it was checked."""
+        config = getattr(self.encoder, "config", None)
+        if not (self.answers.are_vectors or self.answers.spans) and is_class_of_first_row(self.answers.rule, config):
+            self.rule = self.rule.for_classes()
+        labels = [] if insists else attack_labels(config)
+        if labels:
+            self.equal_only = True
+            _LOG.warning("attmemo: %s", ATTACKS.format(", ".join(labels[:3])))
+        self.answering = {
+            "head": head_of(self.whole, self.adapter.host(self.encoder)), "vectors": self.answers.are_vectors,
+            "answer": self.answers.name,
+        }  # fmt: skip
+
+    def guard(self, handle: StackMemoization, deferred: Deferred, folder: Path | None, undo: ExitStack) -> None:
+        """Guard the answers of a handle; what is learned is kept in the folder, if any."""
+        planner, guarding, rule = handle.planner, self.guarding, self.rule
+        assert isinstance(planner, GuardedPlanner)
+        assert guarding is not None
+        planner.guard, planner.rule = self.new_guard(), rule  # what the checks asked must not be learned
+        named = isinstance(self.answers.rule, str)  # a function may be another one next time
+        keeper = None
+        if folder is not None and named:
+            settings = self.answering | {
+                "min_cosine": self.answers.min_cosine,
+                "budget": self.budget, "confidence": guarding.confidence, "threshold": self.share,
+                "near": rule.near, "near_numbers": rule.near_where(words=False),
+                "most_moved": rule.most_moved, "rules": digest_of_rules(),
+                "dtype": arithmetic(str(self.packed.dtype), self.linear),
+                "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
             }  # fmt: skip
-            keeper = None
-            folder = handle.folder if opened is None else opened.path
-            if folder is not None and named:
-                settings = answering | {
-                    "min_cosine": guarding.answers.min_cosine,
-                    "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
-                    "near": rule.near, "near_numbers": rule.near_where(words=False),
-                    "most_moved": rule.most_moved, "rules": digest_of_rules(),
-                    "dtype": arithmetic(str(packed.dtype), linear),
-                    "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
-                }  # fmt: skip
-                keeper = Keeper(planner.guard, ledger_of(folder, settings))
-                undo.callback(keeper.close)
-            sureness = Sureness(guarding.answers, growing)
-            if named:
-                sureness.key = _digest(answering).digest()[:KEY]
-            if growing is not None:
-                growing.know(sureness.of_note)
-            guarded = Guarded(
-                planner.guard, guarding.answers, planner, handle.engine, growing, sureness,
-                Deferred(whole, handle.engine.watch), Shadow() if guarding.shadow else None, guarding.log,
-            )  # fmt: skip
-            handle.guard(whole, guarded, keeper)
-            if chooses:
-                _choose_linear(handle, encoder, adapter, whole, guarding, planner, gate)
-        undo.pop_all()
-    if guarding is None:
-        _LOG.warning("attmemo: %s", UNGUARDED)
-    return handle
+            keeper = Keeper(planner.guard, ledger_of(folder, settings))
+            undo.callback(keeper.close)
+        store = getattr(handle.engine.reuse, "store", None)
+        growing = store if isinstance(store, GrowingRows) else None
+        sureness = Sureness(self.answers, growing)
+        if named:
+            sureness.key = _digest(self.answering).digest()[:KEY]
+        if growing is not None:
+            growing.know(sureness.of_note)
+        shadow = Shadow() if guarding.shadow else None
+        guarded = Guarded(
+            planner.guard, self.answers, planner, handle.engine, growing, sureness, deferred, shadow, guarding.log
+        )
+        handle.guard(self.whole, guarded, keeper)
 
 
-def _choose_linear(
-    handle: StackMemoization, encoder: nn.Module, adapter: Adapter, outer: nn.Module, guarding: Guarding,
-    planner: GuardedPlanner, gate: bool,
-) -> None:  # fmt: skip
+def _namespaces(
+    outer: StackMemoization, making: _Making, records: Records, deferred: Deferred, most: int
+) -> Namespaces:  # fmt: skip
+    """Namespaces, each with a folder of its own where records or guards have one."""
+    opened = None if records.prepared is None else records.prepared.path
+    places = [place for place in (outer.folder, opened) if place is not None]
+    reuse = outer.engine.reuse
+    assert isinstance(reuse, Rows)
+
+    def make(name: str, max_bytes: int) -> StackMemoization:
+        own = None if outer.folder is None else folder_of(outer.folder, name)
+        with ExitStack() as undo:
+            found = making.handle(
+                replace(records, owned=False, folder=own, max_bytes=max_bytes), undo, reuse
+            )
+            found.engine.serve_within(outer.engine, found)
+            making.guard(found, deferred, folder_of(places[-1], name) if places else None, undo)
+            undo.pop_all()
+        return found
+
+    return Namespaces(outer, make, most, places)
+
+
+def _choose_linear(handle: StackMemoization, making: _Making) -> None:
     """Have 8-bit layers proven within half of the budget; rows have all of it before, and the other half then."""
+    guarding, planner = making.guarding, handle.planner
+    assert guarding is not None
+    assert isinstance(planner, GuardedPlanner)
     half = guarding.budget / 2
 
     def begin() -> None:
-        own = Guard(half, guarding.confidence, free=len(planner.kinds) > 0)
-        own.equal_only = planner.guard.equal_only
-        own.verified.merge(planner.guard.verified.state())
-        handle.guard_anew(own)
+        making.budget = half
+        for one in (handle, *(handle.spaces.opened() if handle.spaces is not None else ())):
+            own = making.new_guard()
+            own.verified.merge(one.planner.guard.verified.state())
+            one.guard_anew(own)
 
     choose_linear(
-        handle, encoder, adapter, outer, guarding.answers, half, guarding.confidence, served=begin, rows=planner,
-        gate=gate,
+        handle, making.encoder, making.adapter, making.whole, making.answers, half, guarding.confidence,
+        served=begin, rows=planner, gate=making.gate,
     )  # fmt: skip
-
-
-def _growing(
-    encoder: nn.Module, adapter: Adapter, packed: Packed, records: Records, prepared: DatabaseRows | None,
-    tokenizer: Any, undo: ExitStack,
-) -> GrowingRows:  # fmt: skip
-    """The store of records that come while the model serves."""
-    own = str(packed.dtype).removeprefix("torch.")
-    storage = (packed.dtype, packed.dtype) if prepared is None else prepared.storage
-
-    def describe() -> Filling:
-        word = own if records.prepared is None else records.prepared.manifest.storage
-        return Filling.of(model_info(encoder, adapter, records.fields, tokenizer), word)
-
-    pool: Pool
-    shared = None if records.folder is None else _shared_pool(records, records.folder, describe)
-    if shared is None:
-        most = bound_of(records.max_bytes)
-        pool = Pool(most if records.folder is None else min(most, bound_of(None)))  # what was said is for a disk
-    else:
-        pool = shared
-    undo.callback(pool.close)
-    if shared is not None:
-        check_fields(shared.filling.model.fields, records.fields, shared.path)
-        kinds = ROW_STORAGE[shared.filling.storage]
-        storage = TYPES[kinds[0]], TYPES[kinds[1]]
-        if prepared is not None and prepared.storage != storage:
-            raise DatabaseError(
-                f"{records.folder} keeps rows in {shared.filling.storage}, the prepared database in others.",
-                "fill another folder",
-            )
-    blocks = packed.blocks
-    layout = RowLayout(len(blocks.blocks), blocks.heads * blocks.width, blocks.heads, storage)
-    return GrowingRows(pool, layout, prepared, fills=records.fills and (shared is None or shared.fills))
-
-
-def _shared_pool(records: Records, folder: Path, describe: Callable[[], Filling]) -> SharedPool | None:
-    """The pool of a folder. None: the disk takes nothing now, which is said; records are kept in memory then."""
-    bound = bound_of(records.max_bytes, folder)
-    if not records.fills:
-        return SharedPool(folder, bound, fills=False)
-    try:
-        return open_to_fill(folder, bound, describe)
-    except DatabaseError as error:
-        read_only = _is_read_only(error)
-        if not (read_only or isinstance(error, (StorageFullError, DatabaseLockedError, *DAMAGED))):
-            raise
-        found = _readable(folder, bound) if read_only else None
-        where = "kept in memory only" if found is None else "not kept"
-        _LOG.warning("attmemo: new records are %s: %s", where, error)
-        return found
-
-
-def _readable(folder: Path, bound: int) -> SharedPool | None:
-    """The pool of a folder, only to be read; None: it cannot be."""
-    with ExitStack() as undo, suppress(DatabaseError):
-        pool = SharedPool(folder, bound, fills=False)
-        undo.callback(pool.close)
-        pool.look()
-        undo.pop_all()
-        return pool
-    return None
-
-
-def _is_read_only(error: BaseException) -> bool:
-    """Whether the disk was mounted to be read only: the kernel does so after an error."""
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno == errno.EROFS
-
-
-def bound_of(max_bytes: int | None, folder: Path | None = None) -> int:
-    """Most bytes of new records.
-
-    By default an eighth of the free memory, and if they lie in a folder also at most a tenth of the disk's free bytes;
-    never less than the bytes that are in the folder already.
-    """
-    if max_bytes is None:
-        free = free_memory() // 8
-        while folder is not None and not folder.exists():
-            folder = folder.parent
-        if folder is None:
-            return free
-        own = 0
-        for file in (folder / SEGMENTS).glob("*"):
-            with suppress(FileNotFoundError):  # another process has dropped it
-                own += file.stat().st_size
-        return max(own, min(free, shutil.disk_usage(folder).free // 10))
-    return max_bytes
-
-
-def model_info(encoder: nn.Module, adapter: Adapter, fields: Mapping[str, str], tokenizer: Any = None) -> ModelInfo:
-    """What a database that fills itself says about its model."""
-    host = adapter.host(encoder)
-    config: Any = host.config
-    longest = getattr(config, "max_position_embeddings", None)
-    longest = longest if isinstance(longest, int) and longest > 0 else 1 << 20
-    words = None
-    if tokenizer is not None:
-        with suppress(Exception):  # a tokenizer of another make: it is not known then
-            words = tokenizer_digest(tokenizer)
-    return describe(encoder, adapter, adapter.sites(encoder), type(host).__name__, longest, words, fields)
 
 
 def ledger_of(database: Path, settings: dict[str, Any]) -> Ledger:

@@ -25,7 +25,7 @@ from attmemo.forward.trial import enable_within
 from attmemo.forward.watch import Watch
 from attmemo.guard.answer_hook import AnswerHook
 from attmemo.guard.answers import Answers
-from attmemo.guard.deferred import Deferred
+from attmemo.guard.deferred import Deferred, Model
 from attmemo.guard.forward import Guarded
 from attmemo.guard.guard import Guard
 from attmemo.guard.keeper import Keeper
@@ -116,6 +116,9 @@ class StackMemoization(Memoization):
         """Disable for good, give windows back, and keep what the guard has learned."""
         if self.deferred is not None:
             self.deferred.close()
+        if self.spaces is not None:
+            self.spaces.close()
+            self.spaces = None  # they lead here
         super().undo()
         if self._keeper is not None:
             self._keeper.close()
@@ -138,11 +141,25 @@ class StackMemoization(Memoization):
         if self.reader is not None:
             hooks.append(ReaderHook(self, self.reader, self.engine, self._hooks[-1]))
             hooks[-1].insert()
-        for run in (self.guarded, self.choice):  # what chooses stands outside: it runs guarded forwards
+        guard = None if self.guarded is None else self._run_guarded
+        for run in (guard, self.choice):  # what chooses stands outside: it runs guarded forwards
             if run is not None:
                 hooks.append(AnswerHook(self, self._outer, run))
                 hooks[-1].insert()
         return hooks
+
+    def _run_guarded(
+        self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One forward of the model, run by the guard of its namespace."""
+        return self._here.guarded(forward, names, args, kwargs)  # type: ignore[misc]
+
+    @property
+    def _here(self) -> StackMemoization:
+        """The handle of the namespace in which this thread runs."""
+        running = self.engine.current.forward
+        found: StackMemoization = self if running is None or running.space is None else running.space
+        return found
 
     @property
     def linear(self) -> str:
@@ -259,6 +276,8 @@ class StackMemoization(Memoization):
         types : sequence of sequences of int, optional
             Token types, if the model takes some; by default 0.
         """
+        if (own := self._here) is not self:
+            return own.rows_to_compute(sequences, types)
         tokens = [np.asarray(sequence, np.int32) for sequence in sequences]
         if types is not None:
             more = [np.int32(TYPES_FROM) * np.asarray(kinds, np.int32) for kinds in types]
@@ -279,8 +298,9 @@ class StackMemoization(Memoization):
         """
         if self.deferred is not None:
             self.deferred.compare_all()
-        store = self._store
-        return store is None or store.flush(seconds)
+        spaces = [] if self.spaces is None else self.spaces.opened()
+        stores: list[GrowingRows] = [one for one in (self._store, *(own._store for own in spaces)) if one is not None]
+        return sum([store.flush(seconds) for store in stores]) == len(stores)
 
     @property
     def _store(self) -> GrowingRows | None:
@@ -297,10 +317,8 @@ class StackMemoization(Memoization):
         if not self.packed.blocks.causal:
             return None
         reuse = self.engine.reuse
-        store = reuse.store if isinstance(reuse, PrefixRows) else None
-        kept = {"tokens": 0, "common": 0, "bytes": 0, "max_bytes": 0} if store is None else {
-            "tokens": len(store), "common": store.common, "bytes": store.nbytes, "max_bytes": store.max_bytes
-        }  # fmt: skip
+        none = {"tokens": 0, "common": 0, "bytes": 0, "max_bytes": 0}
+        kept = reuse.store.counts(reuse.root) if isinstance(reuse, PrefixRows) else none
         return {"shared": shared, "stored": stored, **kept}
 
     def __repr__(self) -> str:

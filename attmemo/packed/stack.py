@@ -126,6 +126,10 @@ class Stack:
         inner = [child for module in self.blocks.modules for child in module.modules() if child not in whole]
         self._inside = Onlookers(inner, hooks)
 
+    def run_as(self, other: Stack) -> None:
+        """Run the same blocks as another stack does now: in its arithmetic, and behind its hooks."""
+        self.packed, self._inside = other.packed, other._inside
+
     def modules(self, site: Site) -> Sequence[nn.Module]:
         return self.blocks.modules
 

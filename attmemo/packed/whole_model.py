@@ -163,7 +163,8 @@ class WholeModel:
         found = (packed or self._stack.packed).run(
             hidden, Layout(starts, starts), batch.longest, None, asked=starts[:-1] if first else None
         )
-        last, counters = _first_rows(found, batch) if first else spread(found, batch), self._engine.counters
+        last = _first_rows(found, batch) if first else spread(found, batch)
+        counters = self._engine.of(forward).counters
         lengths, repeats = batch.lengths, forward is not None and forward.repeats
         if forward is not None:
             forward.note_computed(counters, lengths)

@@ -20,7 +20,7 @@ from attmemo.packed.duplicates import Twins
 from attmemo.packed.prefixes import Embedded, Folded, Prefixes
 from attmemo.packed.runner import Packed
 from attmemo.packed.stack import Stack, unfold
-from attmemo.prefix.store import PrefixStore
+from attmemo.prefix.store import BEGIN, PrefixStore
 
 
 class PrefixRows(Stack):
@@ -31,19 +31,21 @@ class PrefixRows(Stack):
     blocks : Blocks
     packed : Packed
     store : PrefixStore
+    root : int
+        Where walks in the store begin: each namespace has a place of its own.
     """
 
     name: ClassVar[str] = "prefix"
 
-    def __init__(self, blocks: Blocks, packed: Packed, store: PrefixStore) -> None:
+    def __init__(self, blocks: Blocks, packed: Packed, store: PrefixStore, root: int = BEGIN) -> None:
         super().__init__(blocks, packed)
-        self.store, self.shares = store, True
+        self.store, self.root, self.shares = store, root, True
 
     def _folded(self, call: Call, spans: Spans, forward: Forward, twins: Twins, start: float) -> Tensor | None:
         if forward.whole or forward.packed is not None:  # no record, or rows of another arithmetic
             return super()._folded(call, spans, forward, twins, start)
         store, embedded, own = self.store, Embedded(call.hidden, spans.lengths, spans.left), np.flatnonzero(twins.own)
-        lease = store.find(embedded, own)
+        lease = store.find(embedded, own, self.root)
         try:
             stored = np.zeros(len(spans.lengths), np.int64)
             for b, slots in lease.slots.items():
@@ -87,4 +89,7 @@ class PrefixRows(Stack):
         return output
 
     def close(self) -> None:
-        self.store.close()
+        if self.root == BEGIN:
+            self.store.close()
+        else:
+            self.store.leave(self.root)

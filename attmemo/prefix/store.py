@@ -33,7 +33,8 @@ from attmemo.system.locking import ThreadLock
 ONCE: Final = 0.25
 """Share of the room."""
 
-_BEGIN: Final = 0
+BEGIN: Final = 0
+"""Where walks begin, but for those of a namespace (`PrefixStore.begin`)."""
 _WIDE: Final = CUT * MARK
 
 _Key = tuple[int, bytes]  # number of the record before, and marks of the rows
@@ -45,10 +46,13 @@ class Lease:
 
     Attributes
     ----------
+    root : int
+        Where the walks begin.
     slots : mapping of int to int32 [n]
         Where the first rows of a sequence lie.
     """
 
+    root: int = BEGIN
     slots: dict[int, Sources] = field(default_factory=dict)
     read: dict[int, list[int]] = field(default_factory=dict)
     written: list[tuple[int, int, int, _Key]] = field(default_factory=list)  # page, sequence, first row, key
@@ -70,6 +74,7 @@ class PrefixStore:
         self.page_bytes = CUT * (2 * blocks * size + 2 * hidden) * dtype.itemsize
         self._pages = max_bytes // self.page_bytes
         self._lock = ThreadLock()
+        self._roots = 0
         slots = self._pages * CUT
         # Memory is taken when a page is written for the first time.
         self._rows = untouched((blocks, 2, slots, size), dtype)
@@ -81,7 +86,7 @@ class PrefixStore:
         pages = self._pages
         self._found: dict[_Key, int] = {}
         self._keys: list[_Key | None] = [None] * pages
-        self._number, self._used, self._depth, self._held = (np.zeros(pages, np.int64) for _ in range(4))
+        self._number, self._used, self._depth, self._held, self._root = (np.zeros(pages, np.int64) for _ in range(5))
         self._common, self._taken = np.zeros(pages, np.bool_), np.zeros(pages, np.bool_)
         self._clock = self._last = 0
 
@@ -104,13 +109,13 @@ class PrefixStore:
 
     # -- a forward
 
-    def find(self, embedded: Embedded, own: Ints) -> Lease:
-        """What is stored of these sequences' first rows, to be given back by `give_back`."""
-        lease = Lease()
+    def find(self, embedded: Embedded, own: Ints, root: int = BEGIN) -> Lease:
+        """What is stored of these sequences' first rows, to be given back by `give_back`. Walks begin at `root`."""
+        lease = Lease(root)
         with self._lock:
             self._clock += 1
             for b in own.tolist():
-                pages = self._walk(embedded.marks[b])
+                pages = self._walk(embedded.marks[b], root)
                 if pages:
                     slots = slots_of(pages)
                     rows = embedded.of(b, 0, len(slots))
@@ -124,8 +129,8 @@ class PrefixStore:
                     lease.slots[b], lease.read[b] = slots, pages
         return lease
 
-    def _walk(self, marks: bytes) -> list[int]:
-        pages, number = list[int](), _BEGIN
+    def _walk(self, marks: bytes, root: int) -> list[int]:
+        pages, number = list[int](), root
         for at in range(0, len(marks) - _WIDE + 1, _WIDE):
             page = self._found.get((number, marks[at : at + _WIDE]))
             if page is None:
@@ -149,14 +154,14 @@ class PrefixStore:
                     continue
                 marks = embedded.marks[b]
                 for at in range(begin * _WIDE, len(marks) - _WIDE + 1, _WIDE):
-                    key = int(self._number[pages[-1]]) if pages else _BEGIN, marks[at : at + _WIDE]
+                    key = int(self._number[pages[-1]]) if pages else lease.root, marks[at : at + _WIDE]
                     if not room or key in self._found or key in new:
                         break
                     new[key] = page = room.pop()
                     # A number is never given again: what followed a record that went is not found behind another one.
                     self._last += 1
                     self._number[page], self._taken[page], self._held[page] = self._last, True, 1
-                    self._used[page], self._depth[page] = self._clock, len(pages)
+                    self._used[page], self._depth[page], self._root[page] = self._clock, len(pages), lease.root
                     pages.append(page)
                     lease.written.append((page, b, at // MARK, key))
 
@@ -174,7 +179,7 @@ class PrefixStore:
             for page in (pages := np.concatenate(gone)).tolist():
                 key = self._keys[page]
                 if key is not None:
-                    del self._found[key]
+                    self._found.pop(key, None)
                 self._keys[page], self._taken[page], self._common[page] = None, False, False
             free = np.concatenate([free, pages])
         room: list[int] = np.sort(free)[::-1].tolist()
@@ -237,6 +242,38 @@ class PrefixStore:
         """Forget everything."""
         with self._lock:
             self._clear()
+
+    # -- namespaces: walks of their own, in the same room
+
+    def begin(self) -> int:
+        """A place where walks may begin, and none ever began."""
+        with self._lock:
+            self._roots += 1
+            return -self._roots
+
+    def counts(self, root: int) -> dict[str, int]:
+        """Tokens that are found from there, those of them that several sequences began with, and bytes.
+
+        From `BEGIN`: all that is stored.
+        """
+        with self._lock:
+            own = self._taken if root == BEGIN else self._taken & (self._root == root)
+            pages, common = int(own.sum()), int((own & self._common).sum())
+        return {
+            "tokens": CUT * pages, "common": CUT * common, "bytes": self.page_bytes * pages,
+            "max_bytes": self.max_bytes,
+        }  # fmt: skip
+
+    def leave(self, root: int) -> None:
+        """Forget what is found from there, for ever. A forward that runs keeps what it reads until it ends."""
+        with self._lock:
+            own = self._taken & (self._root == root)
+            for page in np.flatnonzero(own).tolist():
+                self._found.pop(self._keys[page] or (root, b""), None)
+            for page in np.flatnonzero(own & (self._held == 0)).tolist():
+                self._keys[page], self._taken[page], self._common[page] = None, False, False
+                self._rows[:, :, page * CUT : (page + 1) * CUT] = 0
+                self._ends[:, page * CUT : (page + 1) * CUT] = 0
 
     def close(self) -> None:
         """Forget everything and give memory back; nothing is stored from now on."""

@@ -70,6 +70,8 @@ class GrowingRows(RowStore):
     ----------
     index : TokenIndex
         Finds records by tokens.
+    bound : callable or None
+        Says how many bytes the pool may take now, where stores share a bound. Asked in the filler's thread.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class GrowingRows(RowStore):
         self.pool, self.layout, self.fills = pool, layout, fills
         self.index = TokenIndex() if base is None else base.index
         self.kept: Counter[str] = Counter()  # what became of offers
+        self.bound: Callable[[], int] | None = None
         self._base = base
         self._first = self.index.next
         self._numbers: dict[int, int] = {}  # of the pool, by number in the index
@@ -200,6 +203,8 @@ class GrowingRows(RowStore):
         try:
             if hurry or not offers or self._anew:  # else it was done a moment ago
                 self._learn(self._news())
+            if self.bound is not None and self.fills:
+                self._keep_within(self.bound())
             if not offers:
                 self.index.link(_LINKED)
             for one in offers:
@@ -217,6 +222,13 @@ class GrowingRows(RowStore):
             self.kept[type(error).__name__] += lost
             self._tell(type(error).__name__, f"new records are not kept: {error}")
         self.note(_NOTED)
+
+    def _keep_within(self, most: int) -> None:
+        """Have the pool take no more than so many bytes."""
+        self.pool.max_bytes = most
+        if self.pool.nbytes > most:
+            self.pool.trim()
+            self._learn(self.pool.news())
 
     def _write(self, entry: Entry) -> bool:
         """Write a record ahead and let it be found; False: it has to be added."""

@@ -63,16 +63,20 @@ class Rows(Stack):
         The records.
     guarded : bool
         Whether a guard looks at the answers: then the guard counts those that came from records.
+    scratch : Scratch, optional
+        Where rows wait to be stored.
     """
 
     name: ClassVar[str] = "rows"
 
-    def __init__(self, blocks: Blocks, packed: Packed, store: RowStore, *, guarded: bool = False) -> None:
+    def __init__(
+        self, blocks: Blocks, packed: Packed, store: RowStore, *, guarded: bool = False, scratch: Scratch | None = None
+    ) -> None:
         super().__init__(blocks, packed)
         self.store, self._guarded = store, guarded
         size, dtype = blocks.heads * blocks.width, packed.dtype
         self._own = RowLayout(len(blocks.blocks), size, blocks.heads, (dtype, dtype))
-        self._scratch = Scratch(_SCRATCH)
+        self.scratch = scratch or Scratch(_SCRATCH)
 
     def spans(self, module: nn.Module, call: Call, given: Mapping[str, Any] | None) -> Spans | str:
         found = super().spans(module, call, given)
@@ -185,7 +189,7 @@ class Rows(Stack):
 
         `computed`: first row and the one behind the last, of the sequences that are computed. Others offer nothing.
         """
-        own, take = self._own, self._scratch.take
+        own, take = self._own, self.scratch.take
         offers = {place: Offer.of(tokens, own, take(own.nbytes(len(tokens)))) for place, tokens in admitted.items()
                   if place in computed}  # fmt: skip
         return offers, Copies([offer.copy_of(*computed[place]) for place, offer in offers.items()])

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 _TEXT: Final = re.compile(r"\((\w+): .*\)$")  # an error's own text may hold a path of this machine: it is for the log
 STATES: Final = {"learning": 0, "certified": 1, "alarm": -1}
+SHOWN: Final = ("learning", "certified", "alarm")
+"""Of several guards one is shown: that in the last of these states."""
+SUMS: Final = ("records", "record_bytes", "failed", "reused", "repeated", "rows_afterwards")
+"""Of `stats()`: what is added up over namespaces."""
 
 
 def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
@@ -90,6 +94,16 @@ def live(service: Service) -> dict[str, Any]:
 
 
 def stats_of(service: Service) -> dict[str, Any]:
-    """`stats()` of the handle; nothing without one."""
+    """`stats()` of the handle; nothing without one. Of namespaces the sums, and the guard that is to be looked at."""
     handle = service.model.handle
-    return {} if handle is None else dict(handle.stats())
+    if handle is None:
+        return {}
+    found, spaces = dict(handle.stats()), [one for one in handle.namespaces().values() if one["open"]]
+    for name in SUMS if spaces else ():
+        if name in found:
+            found[name] += sum(one[name] for one in spaces)
+    if spaces and found.get("guard") is not None:
+        guards = [found["guard"], *(one["guard"] for one in spaces)]
+        worst = max(guards, key=lambda guard: SHOWN.index(guard["state"]))
+        found["guard"] = worst | {name: sum(guard[name] for guard in guards) for name in ("verified", "changed")}
+    return found

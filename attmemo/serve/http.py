@@ -28,6 +28,7 @@ LOG = logging.getLogger("attmemo.serve")
 JSON = "application/json"
 REUSE_HEADER = "x-attmemo-reuse"
 GUARD_HEADER = "x-attmemo-guard"
+NAMESPACE_HEADER = "x-attmemo-namespace"
 _NONE = Response()
 
 Work = Callable[[Any, Request], Awaitable[Response]]
@@ -178,6 +179,7 @@ def handler(service: Service, route: Route) -> Callable[[Request], Awaitable[Res
         request.state.hold = answer.take
         try:
             check_key(request, key)
+            request.state.namespace = _namespace(request, service)
             response = await route.work(await _asked(request, service, route, given), request)
             if not isinstance(response, Flowing) and len(response.body) > SMALL:
                 whole = Flowing([bytes(response.body)], response.headers)
@@ -257,6 +259,17 @@ async def _asked(request: Request, service: Service, route: Route, share: Share)
     if wanted == "off" and isinstance(found, Reusing):
         found.reuse = "off"
     return found
+
+
+def _namespace(request: Request, service: Service) -> str | None:
+    """The namespace that a request names; None: none."""
+    named = request.headers.getlist(NAMESPACE_HEADER)
+    if not named:
+        return None
+    if len(named) > 1:  # a client's own, and that of the gateway before it
+        raise Refusal("validation", f"header {NAMESPACE_HEADER} was given {len(named)} times", reason="namespace")
+    service.admit(named[0].strip())
+    return named[0].strip()
 
 
 async def _body(request: Request, limit: int, seconds: float, share: Share) -> bytes:

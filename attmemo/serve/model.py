@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from attmemo.errors import ArgumentError, UnsupportedModelError
+from attmemo.errors import ArgumentError, AttmemoError, UnsupportedModelError
 from attmemo.loading import load_config, load_pretrained, quiet
 from attmemo.serve.settings import MIN_COSINE, Pooling, ReuseName, Settings
 
@@ -118,26 +119,37 @@ class ServedModel:
                 options.setdefault("answer", "score")
         memoize(self.module, database=database, reuse=reuse, **options)
 
-    def rows_to_compute(self, ids: Sequence[Sequence[int]], types: Sequence[Sequence[int]]) -> list[int]:
+    def within(self, namespace: str | None) -> AbstractContextManager[Any]:
+        """While inside, forwards are of this namespace; None: of none."""
+        return nullcontext() if namespace is None or self.handle is None else self.handle.namespace(namespace)
+
+    def rows_to_compute(
+        self, ids: Sequence[Sequence[int]], types: Sequence[Sequence[int]], namespace: str | None = None
+    ) -> list[int]:
         """Rows that each of these sequences would need now; its tokens where nothing tells."""
         ask = getattr(self.handle, "rows_to_compute", None)
         if ask is None:
             return [len(own) for own in ids]
-        return ask(ids, types if self._takes_types else None)  # type: ignore[no-any-return]
+        try:
+            with self.within(namespace):
+                return ask(ids, types if self._takes_types else None)  # type: ignore[no-any-return]
+        except (AttmemoError, OSError):  # the namespace cannot be opened: the forward says why
+            return [len(own) for own in ids]
 
     @torch.inference_mode()
     def run(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, reuse: bool, each: bool
-    ) -> list[Answer]:
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, reuse: bool, each: bool,
+        namespace: str | None = None,
+    ) -> list[Answer]:  # fmt: skip
         """Answers to sequences of token ids with their types; with ``reuse=False`` no record serves them.
 
-        `each`: also give the last hidden states of all tokens.
+        `each`: also give the last hidden states of all tokens. `namespace`: whose records may serve.
         """
         lengths = [len(ids) for ids, _ in sequences]
         inputs = self._collate(sequences, lengths)
         observe = getattr(self.handle, "observe", None)
         if observe is not None:
-            with observe(reuse=reuse) as seen:
+            with self.within(namespace), observe(reuse=reuse) as seen:
                 output = self._forward(inputs)
             # What the original code computed (an ineligible batch) is not seen: it computes every token.
             rows = list(seen.rows) if len(seen.rows) == len(lengths) else lengths

@@ -28,6 +28,8 @@ class Request:
         Hidden states of all tokens are wanted.
     reuse : bool
         Records may serve.
+    namespace : str or None
+        Whose records.
     answers : list of Answer or None
         In the order of the request.
     error : Exception or None
@@ -43,6 +45,7 @@ class Request:
     count: int
     each: bool
     reuse: bool
+    namespace: str | None = None
     answers: list[Answer | None] = field(default_factory=list)
     left: int = 0
     error: Exception | None = None
@@ -54,6 +57,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.answers, self.left = [None] * self.count, self.count
+
+    @property
+    def kind(self) -> tuple[bool, str | None]:
+        """Requests of one kind may be computed in one batch."""
+        return self.reuse, self.namespace
 
     def settle(self, place: int, answer: Answer | Exception, seconds: float) -> bool:
         """Note what became of one sequence; True: the last one."""
@@ -122,9 +130,9 @@ class Queue:
     def take(self, needs: Needs | None = None) -> tuple[list[Waiting], list[Waiting]] | None:
         """Wait for sequences and take the next batch, and those whose clients went away; None: closed, and empty.
 
-        A batch begins with the oldest sequence. Others that ask for reuse as it does follow in their order, until the
-        next one would be too much. `needs` is asked once for a sequence, and only if more may be taken than one batch
-        could compute whole; without it a sequence needs all its rows.
+        A batch begins with the oldest sequence. Others that ask for reuse as it does, in its namespace, follow in
+        their order, until the next one would be too much. `needs` is asked once for a sequence, and only if more may
+        be taken than one batch could compute whole; without it a sequence needs all its rows.
         """
         with self._changed:
             while not self._waiting:
@@ -169,7 +177,7 @@ class Queue:
     def _pick(self) -> tuple[list[Waiting], list[Waiting]]:
         batch: list[Waiting] = []
         gone: list[Waiting] = []
-        passed: list[Waiting] = []  # they ask for reuse differently
+        passed: list[Waiting] = []  # they are of another kind
         rows = longest = tokens = 0
         part = self._part()
         while self._waiting:
@@ -178,7 +186,7 @@ class Queue:
                 gone.append(self._leave())
                 continue
             if batch:
-                if one.request.reuse != batch[0].request.reuse:
+                if one.request.kind != batch[0].request.kind:
                     passed.append(self._waiting.popleft())
                     continue
                 padded = max(longest, len(one.ids)) * (len(batch) + 1)

@@ -24,7 +24,7 @@ def routes(service: Service) -> list[Route]:
             raise cannot("Model is not a classifier model")
         done = await service.answer(
             body.inputs.items, method=body.inputs.method, truncate=body.truncate, side=body.side, reuse=body.reuses,
-            gone=gone(request),
+            namespace=request.state.namespace, gone=gone(request),
         )  # fmt: skip
         found = [_ranked(row, service.model.labels) for row in scores(done, raw=body.raw_scores)]
         return Answered(found[0] if body.inputs.single else found, done)
@@ -36,7 +36,7 @@ def routes(service: Service) -> list[Route]:
             raise cannot("model is not a re-ranker model")
         done = await service.answer(
             [(body.query, text) for text in body.texts], truncate=body.truncate, side=body.side, reuse=body.reuses,
-            gone=gone(request),
+            namespace=request.state.namespace, gone=gone(request),
         )  # fmt: skip
         found = scores(done, raw=body.raw_scores)[:, 0]
         ranks: list[dict[str, Any]] = []

@@ -26,7 +26,8 @@ def routes(service: Service) -> list[Route]:
         if not inputs.items:
             raise Refusal("empty", "`inputs` cannot be empty")
         return await service.answer(
-            inputs.items, method=inputs.method, reuse=body.reuses, gone=gone(request), **more
+            inputs.items, method=inputs.method, reuse=body.reuses, namespace=request.state.namespace,
+            gone=gone(request), **more,
         )  # fmt: skip
 
     async def embed(body: bodies.EmbedRequest, request: Request) -> Response:

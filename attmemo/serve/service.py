@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, TypeVar
 
+from attmemo.arguments import check_namespace
+from attmemo.errors import ArgumentError
 from attmemo.serve.gauges import gauges
 from attmemo.serve.metrics import Metrics
 from attmemo.serve.model import Answer, ServedModel
@@ -158,9 +160,20 @@ class Service:
             return False
         return True
 
+    def admit(self, namespace: str) -> None:
+        """Let a namespace in, or refuse it."""
+        if not self.settings.namespaces:
+            raise Refusal("validation", "this service has no namespaces (--namespaces)", reason="namespace")
+        try:
+            check_namespace(namespace)
+            if (spaces := self.model.handle.spaces) is not None:
+                spaces.admit(namespace)
+        except ArgumentError as error:
+            raise Refusal("validation", error.what, reason="namespace") from error
+
     async def answer(
         self, inputs: Sequence[Input], *, truncate: bool | None, side: Side = "right", prompt: str | None = None,
-        each: bool = False, reuse: bool = True, method: str = "batch",
+        each: bool = False, reuse: bool = True, namespace: str | None = None, method: str = "batch",
         gone: Callable[[], Awaitable[Any]] | None = None, hold: Callable[[int], None] | None = None,
     ) -> Done:  # fmt: skip
         """Answers to inputs, in their order.
@@ -178,6 +191,8 @@ class Service:
             Also give the hidden states of all tokens.
         reuse : bool
             Records may serve.
+        namespace : str, optional
+            Whose records; `admit` let it in.
         method : {"batch", "single"}
             How metrics count it.
         gone : callable, optional
@@ -196,7 +211,7 @@ class Service:
         try:
             cut = self.settings.auto_truncate if truncate is None else truncate
             encoded = await self._encode(inputs, cut, side, prompt)
-            request = Request(len(encoded), each=each, reuse=reuse)
+            request = Request(len(encoded), each=each, reuse=reuse, namespace=namespace)
             tokenized = perf_counter()
             if each and hold is not None:
                 hold(NUMBER * self.model.width * sum(len(one.ids) for one in encoded))

@@ -60,6 +60,8 @@ class Settings:
     row_headers : bool
         Response headers say how many tokens were recomputed. This tells a client whether a similar text was there
         before.
+    namespaces : int
+        So many namespaces may be named by requests, in the header ``x-attmemo-namespace``. 0: the header is refused.
     database, reuse, linear, budget, confidence, min_cosine, threshold, near, max_bytes, fill, shadow, log_changes
         As in `attmemo.memoize`.
     drain_seconds : float
@@ -101,6 +103,7 @@ class Settings:
     fill: bool | str = True
     shadow: bool = False
     log_changes: str | None = None
+    namespaces: int = 0
     drain_seconds: float = 1.0
     stop_seconds: float = 30.0
     model_name: str = field(init=False)
@@ -114,6 +117,7 @@ class Settings:
         for name in ("max_batch_requests", "tokenization_workers"):
             _least(name, getattr(self, name), 1)
         _least("near", self.near, 0)
+        _least("namespaces", self.namespaces, 0)
         for name in ("client_seconds", "drain_seconds", "stop_seconds"):
             _least(name, getattr(self, name), 0)
         if self.default_prompt is not None and self.default_prompt_name is not None:

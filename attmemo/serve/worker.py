@@ -118,7 +118,7 @@ class Worker:
             database=settings.database, reuse=settings.reuse, budget=settings.budget, max_bytes=settings.max_bytes,
             fill=settings.fill, linear=settings.linear, confidence=settings.confidence,
             min_cosine=settings.min_cosine, threshold=settings.threshold, near=settings.near,
-            shadow=settings.shadow, log_changes=settings.log_changes,
+            shadow=settings.shadow, log_changes=settings.log_changes, namespaces=settings.namespaces,
         )  # fmt: skip
         self._warm()
         trim()  # what loading and warming took
@@ -138,7 +138,13 @@ class Worker:
                 raise UnsupportedModelError(what, "--dtype float32, or another model")
 
     def _needs(self, waiting: list[Waiting]) -> list[int]:
-        return self.model.rows_to_compute([one.ids for one in waiting], [one.types for one in waiting])
+        found, names = [0] * len(waiting), {one.request.namespace for one in waiting}
+        for name in names:
+            own = [place for place, one in enumerate(waiting) if one.request.namespace == name]
+            ids, types = [waiting[place].ids for place in own], [waiting[place].types for place in own]
+            for place, rows in zip(own, self.model.rows_to_compute(ids, types, name), strict=True):
+                found[place] = rows
+        return found
 
     def _answer(self, batch: list[Waiting], gone: list[Waiting]) -> None:
         complete = [one.request for one in gone if one.request.settle(one.place, _GONE, 0.0)]
@@ -162,6 +168,7 @@ class Worker:
                 [(one.ids, one.types) for one in batch],
                 reuse=batch[0].request.reuse,
                 each=any(one.request.each for one in batch),
+                namespace=batch[0].request.namespace,
             )
         except Exception as error:
             # The message may show values of a request: only its type is logged.

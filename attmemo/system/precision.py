@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
 import platform
 from typing import Final
 
 import torch
 
-from attmemo.system.machine import CPUINFO, processor
+from attmemo.system.machine import CPUINFO, cores, processor
+
+_LOG = logging.getLogger("attmemo")
 
 BFLOAT16: Final = {"avx512_bf16", "amx_bf16", "bf16"}
 """Features of processors that multiply bfloat16: dot products or a matrix unit, on x86 and Arm."""
@@ -30,3 +33,16 @@ def slow(dtype: torch.dtype) -> str | None:
     if dtype == torch.float16:
         return "the model computes in float16; few processors have instructions for float16, so float32 may be faster"
     return None
+
+
+def warn_if_slow(dtype: torch.dtype) -> None:
+    """Warn of a type that is emulated here, and of more threads than cores."""
+    warning = slow(dtype)
+    if warning is not None:
+        _LOG.warning("attmemo: %s", warning)
+    threads, count = torch.get_num_threads(), cores()
+    if threads > count:  # the number is the program's own: other work of torch goes by it too
+        _LOG.warning(
+            "attmemo: torch computes with %d threads, and the quota or affinity of this process gives %d cores: the "
+            "threads wait in turns. torch.set_num_threads(%d) mends that", threads, count, count,
+        )  # fmt: skip

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from attmemo.db import Database
 from attmemo.db.folder import ASIDE
+from attmemo.db.namespaces import bytes_in, folder_of, write_name
 from attmemo.db.pools.filling import Filling
 from attmemo.db.pools.history import Work
 from attmemo.db.pools.pool import Entry
@@ -220,6 +221,52 @@ def test_merge_adds_what_is_not_there_with_its_age_and_uses(folder: Path, tmp_pa
     shown = found("inspect", tmp_path / "other")
     assert shown["hits"] == 3
     assert found("forget", tmp_path / "other", "--before", "2001-01-01")["forgotten"] == 4, "one was there before"
+
+
+def in_namespace(folder: Path, name: str, numbers: range) -> Path:
+    """A namespace with these records, the first of them old."""
+    own = folder_of(folder, name)
+    with opened(own, 1 << 24) as pool:
+        first = entry(numbers[0])
+        pool.add([Entry(first.tokens, first.body, first.note, made=1_000_000.0)])
+        pool.add([entry(number) for number in numbers[1:]])
+    write_name(own, name)
+    return own
+
+
+def test_inspect_names_namespaces_and_check_reads_them(folder: Path) -> None:
+    own = in_namespace(folder, "a", range(30, 34))
+    assert found("inspect", folder)["namespaces"] == {"a": bytes_in(own)}
+    assert "namespace a" in succeed("inspect", folder)
+    assert found("check", folder)["records"] == 24
+    with opened(own, fills=False) as pool:
+        kept = pool.records[2]
+        place, offset = own / "segments" / f"{kept.segment.number:010d}", kept.offset
+    raw = bytearray(place.read_bytes())
+    raw[offset] ^= 1
+    place.write_bytes(raw)
+    result = attmemo("check", folder, "--quiet", "--json", "-")
+    assert result.exit_code == 1
+    (finding,) = json.loads(result.stdout)["findings"]
+    assert finding["where"].startswith(f"namespaces/{own.name}/segments/")
+
+
+def test_forget_takes_records_out_of_namespaces_too(folder: Path) -> None:
+    own, other = in_namespace(folder, "a", range(30, 34)), in_namespace(folder, "b", range(40, 44))
+    assert found("forget", folder, "--namespace", "b", "--before", "2001-01-01")["forgotten"] == 1
+    assert (identities(folder), identities(own), identities(other)) == (
+        list(range(20)), [30, 31, 32, 33], [41, 42, 43]
+    )  # fmt: skip
+    assert found("forget", folder, "--before", "2001-01-01")["forgotten"] == 6
+    assert (identities(folder), identities(own)) == (list(range(5, 20)), [31, 32, 33])
+
+
+def test_forget_a_namespace_removes_all_of_it_and_nothing_else(folder: Path) -> None:
+    own, other = in_namespace(folder, "a", range(30, 34)), in_namespace(folder, "b", range(40, 44))
+    assert found("forget", folder, "--namespace", "a")["namespace"] == "a"
+    assert not own.exists()
+    assert (identities(folder), identities(other)) == (list(range(20)), [40, 41, 42, 43])
+    assert "no namespace 'c'" in refuse("forget", folder, "--namespace", "c")
 
 
 @pytest.mark.parametrize("words", [("forget",), ("forget", "--text", "x"), ("forget", "--before", "soon")])

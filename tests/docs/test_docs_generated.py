@@ -58,6 +58,12 @@ def test_the_table_of_workloads_is_that_of_its_json(script: Scripts) -> None:
     assert text.split() == bench.table(measured("workloads.json")).split()
 
 
+def test_the_tables_about_trust_are_those_of_their_json(script: Scripts) -> None:
+    marked, study = script("marked"), script("study_trust")
+    text = page("trust-measured.md").split(marked.BEGIN)[1].split(marked.END)[0]
+    assert text.split() == study.tables(measured("trust.json")).split()
+
+
 def test_numbers_of_the_first_page_and_of_the_benchmarks_are_those_of_their_json(script: Scripts) -> None:
     marked, first = script("marked"), script("first_page")
     for name, found in {

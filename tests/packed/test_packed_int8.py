@@ -156,7 +156,7 @@ class TestRecords:
         unmemoize(model)
 
     def test_guards_of_the_two_learn_apart(self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("attmemo.handle.rows.check_fields", lambda *_: None)  # as if records were the same
+        monkeypatch.setattr("attmemo.handle.growing.check_fields", lambda *_: None)  # as if records were the same
         monkeypatch.setattr("attmemo.memoization.check_fields", lambda *_: None)
         for linear in ("exact", "int8", "exact"):
             own = copy.deepcopy(bare)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attmemo import memoization, memoize, unmemoize
+from attmemo import memoize, unmemoize
 from attmemo.cli.app import app
 from attmemo.profiler.models import LoadedModel
 from attmemo.serve.settings import split_cores
-from attmemo.system import machine
+from attmemo.system import machine, precision
 from attmemo.system.cgroups import control_groups
 from attmemo.system.machine import cores, quota
 
@@ -142,7 +142,7 @@ def test_memoize_leaves_the_number_of_threads_and_warns_where_it_is_more_than_th
     torch.set_num_threads(2)
     try:
         for count, warned in ((2, 0), (1, 1)):
-            monkeypatch.setattr(memoization, "cores", lambda count=count: count)
+            monkeypatch.setattr(precision, "cores", lambda count=count: count)
             caplog.clear()
             unmemoize(memoize(loaded.model, reuse="none"))
             assert torch.get_num_threads() == 2
