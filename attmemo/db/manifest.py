@@ -119,11 +119,6 @@ class Manifest:
     tuning: dict[str, Any] | None = None
     version: int = VERSION
 
-    @property
-    def known_kinds(self) -> tuple[SlotKind, ...]:
-        """As `kinds`: the name that the store of rows asks for."""
-        return self.kinds
-
     def layers_kept(self, kind: str) -> int:
         """Slots that a record has of a kind, one for each of the first so many layers; 0 if it keeps none."""
         return next((found.layers for found in self.kinds if found.name == kind), 0)

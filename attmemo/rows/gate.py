@@ -60,8 +60,3 @@ class RowGate:
             paid = saved > 0 and (seconds_per_row is None or saved * seconds_per_row >= seconds)
             wait = 1 if paid else min(RARELY, 2 * s.wait)
             self._state = _State(kept * s.tokens + tokens, kept * s.saved + saved, kept * s.seconds + seconds, 0, wait)
-
-    @property
-    def share_saved(self) -> float:
-        """Share of the rows looked up lately that were not computed."""
-        return self._state.saved / self._state.tokens if self._state.tokens else 0.0

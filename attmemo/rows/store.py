@@ -113,7 +113,7 @@ class DatabaseRows(RowStore):
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._kinds = {kind.name: kind for kind in database.manifest.known_kinds}
+        self._kinds = {kind.name: kind for kind in database.manifest.kinds}
         self._slots: dict[str, _Slots] = {
             kind: _Slots(database, kind) for kind in (KIND_ROWS, KIND_LAST, KIND_SCALES) if kind in self._kinds
         }

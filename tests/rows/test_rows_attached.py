@@ -374,4 +374,3 @@ class TestGate:
         gate = RowGate(always=True)
         gate.record(10 * LEARNED, 0, 10.0)
         assert gate.ask(1e-9)
-        assert gate.share_saved == 0.0
