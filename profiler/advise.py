@@ -44,6 +44,13 @@ PAYS: Final = 1.15
 """Expected speed over packed blocks from which reuse is recommended: the guard may serve less than is played."""
 MANY: Final = 0.3
 """Share of exact duplicates from which a cache is recommended."""
+ELSE: Final = {
+    "classifier": "Where you can train: a smaller model that learned this one's answers is faster than any reuse.",
+    "encoder": "If coarse neighbours are enough, static embeddings (model2vec) need no transformer. Many queries of "
+    "the same documents: embed documents once, and compare by late interaction if one vector is too coarse.",
+    "tagger": "If requests name the types of spans, a tagger with two encoders (GLiNER) embeds the names once.",
+}  # fmt: skip
+"""What may serve better than any mode here, by what the model gives."""
 _BATCHES: Final = 4
 _ROUNDS: Final = 2  # at least
 
@@ -147,8 +154,9 @@ def advise(
         seen = counted(len(rows), "text is", "texts are")
         raise DataError(f"{seen} too few to see what repeats, expected {FEWEST} or more.", "give more texts")
     loaded = load_model(name, options.dtype)
-    packed = another(loaded)
+    packed, rounded = another(loaded), another(loaded)
     memoize(packed.model, reuse="none")
+    memoize(rounded.model, reuse="none", linear="int8")
     texts = tokenize(loaded, [row.text for row in rows], greatest_length(loaded, options.max_length))
     free, kinds = Rule.of(options.near, options.most_moved), kinds_of(loaded.tokenizer)
     classes = loaded.kind == "classifier" and is_class_of_first_row("class", loaded.model.config)
@@ -162,9 +170,9 @@ def advise(
         played[kind] = play_tokens(texts, options.batch_size, options.threshold, rule, guard, kinds)
     tell("playing the stream", 2, 2)
     late = slice(len(texts) // 2, None)
-    times = _time(loaded, packed, texts, played, options, tell)
+    times = _time(loaded, packed, rounded, texts, played, options, tell)
     result: dict[str, Any] = {
-        "model": name, "texts": len(texts), "tokens": int(played["guarded"].lengths.sum()),
+        "model": name, "kind": loaded.kind, "texts": len(texts), "tokens": int(played["guarded"].lengths.sum()),
         "batch_size": options.batch_size, "dtype": options.dtype, "budget": options.budget,
         "duplicates": float(played["guarded"].known.mean()), "ms": times, "conditions": conditions(),
         "native_bfloat16": bool(has_native_bfloat16()),
@@ -181,37 +189,52 @@ def advise(
 
 def recommend(result: dict[str, Any]) -> list[str]:
     """What to use, and why, in sentences."""
-    guarded, packed = result["guarded"], result["ms"]["stock"] / result["ms"]["packed"]
-    duplicates, advice = result["duplicates"], []
+    ms, duplicates, advice = result["ms"], result["duplicates"], []
     if duplicates >= MANY:
         advice.append(
             f"{100 * duplicates:.0f} % of the texts are exact duplicates of earlier ones: put a cache in front of the "
             "model. A cached answer costs nothing and is exact."
         )
-    if guarded["over_packed"] >= PAYS:
-        speed = (
-            f"{guarded['over_packed']:.1f} times the speed of packed blocks, {guarded['over_stock']:.1f} of the "
-            "original model"
-        )
-        advice.append(
-            f"Use memoize(model, reuse='rows', budget=0.01). Expected once the guard has its evidence: up to {speed}. "
-            "Answers decide: where they change, the guard reuses less. Watch "
-            "model.attmemo.stats()['guard']['says'] on real traffic."
-        )
-    elif result["unguarded"]["over_packed"] >= PAYS:
-        advice.append(
-            "Much repeats, but each text changes in a way of its own, so the guard verifies for long. A prepared "
-            "database, or more traffic than this sample, may pay: try memoize(model, reuse='rows', budget=0.01), and "
-            "look at model.attmemo.stats()."
-        )
-    else:
-        advice.append("Do not reuse rows: too little repeats." if not advice else "Reuse of rows adds too little.")
-    if guarded["over_packed"] < PAYS and packed >= 1.05:
+    packed, rounded = ms["stock"] / ms["packed"], ms["packed"] / ms.get("int8", float("inf"))
+    if packed >= 1.05:
         advice.append(f"memoize(model) is exact and gives {packed:.2f} times the speed of the original model here.")
-    elif guarded["over_packed"] < PAYS:
+    elif rounded < PAYS:
         kind = "bfloat16" if result["native_bfloat16"] else "float32"
-        advice.append(f"Blocks without padding gain little here either: compare with OpenVINO in {kind}.")
-    return advice
+        advice.append(f"Blocks without padding gain little here: compare with OpenVINO in {kind}.")
+    if rounded >= PAYS:
+        advice.append(
+            f"linear='int8' gives {rounded:.2f} times the speed of exact blocks; answers move a little, and attmemo "
+            "evaluate or attmemo bench peers shows by how much. With memoize(model, budget=0.01) 8-bit layers serve "
+            "once they are proven."
+        )
+    more = ELSE.get(result["kind"])
+    return [*advice, _of_reuse(result, rounded), *([] if more is None else [more])]
+
+
+def _of_reuse(result: dict[str, Any], rounded: float) -> str:
+    """Whether to reuse rows of similar inputs. `rounded`: how many times as fast 8-bit layers are."""
+    guarded, unguarded = result["guarded"]["over_packed"], result["unguarded"]["over_packed"]
+    if max(guarded, unguarded) < PAYS:
+        cached = result["duplicates"] >= MANY
+        return "Reuse of rows adds too little." if cached else "Do not reuse rows: too little repeats."
+    if result["kind"] == "encoder":
+        return (
+            "Much repeats, but rows of similar inputs pull vectors towards each other, and neighbours are lost: reuse "
+            "them only if a classifier reads the vectors, and give it: memoize(model, budget=0.01, answer=classifier)."
+        )
+    if guarded < PAYS:
+        return (
+            "Much repeats, but each text changes in a way of its own, so the guard verifies for long. A prepared "
+            "database, or more traffic than this sample, may pay: try memoize(model, budget=0.01), and look at "
+            "model.attmemo.stats()."
+        )
+    than = " 8-bit layers alone are as fast." if rounded >= guarded else ""
+    return (
+        f"Use memoize(model, budget=0.01). Expected once the guard has its evidence: up to {guarded:.1f} times the "
+        f"speed of packed blocks, {result['guarded']['over_stock']:.1f} of the original model.{than} The guard learns "
+        "in the pauses between requests; without pauses it may take ten thousand requests. Where answers change it "
+        "reuses less: watch model.attmemo.stats()['guard']['says'] on real traffic."
+    )
 
 
 def _bytes(packed: LoadedModel, found: Played) -> int:
@@ -228,8 +251,8 @@ def _cut(texts: Sequence[Tokens], rows: Sequence[int]) -> list[Tokens]:
 
 
 def _time(
-    loaded: LoadedModel, packed: LoadedModel, texts: Sequence[Tokens], played: Mapping[str, Played],
-    options: AdviseOptions, tell: Progress,
+    loaded: LoadedModel, packed: LoadedModel, rounded: LoadedModel, texts: Sequence[Tokens],
+    played: Mapping[str, Played], options: AdviseOptions, tell: Progress,
 ) -> dict[str, float]:  # fmt: skip
     """Milliseconds a text of the second half, timed in turns on batches spread over it.
 
@@ -238,7 +261,7 @@ def _time(
     """
     size, half = options.batch_size, len(texts) // 2
     starts = np.linspace(half, max(half, len(texts) - size), _BATCHES).astype(int).tolist()
-    whole, exact = way_of(loaded), way_of(packed)
+    ways, exact = {"stock": way_of(loaded), "int8": way_of(rounded)}, way_of(packed)
 
     def batches(found: Played | None) -> list[list[Tokens]]:
         chosen = []
@@ -249,10 +272,11 @@ def _time(
             chosen += [one for one in (first, again) if one]
         return chosen
 
-    parts = {"stock": batches(None), "packed": batches(None)} | {kind: batches(p) for kind, p in played.items()}
+    parts = {name: batches(None) for name in ("stock", "packed", "int8")}
+    parts |= {kind: batches(found) for kind, found in played.items()}
 
     def job(name: str) -> Job:
-        way = whole if name == "stock" else exact
+        way = ways.get(name, exact)
         return lambda _: [way(batch) for batch in parts[name]]
 
     with torch.inference_mode():

@@ -105,6 +105,7 @@ class TestAdvise:
             assert part["over_stock"] / part["over_packed"] == pytest.approx(
                 found["ms"]["stock"] / found["ms"]["packed"]
             )
+        assert found["ms"]["int8"] > 0
         assert found["unguarded"]["rows_second_half"] < found["unguarded"]["rows_first_half"]
         assert found["advice"]
 
@@ -142,30 +143,50 @@ class TestAdvise:
 
 
 class TestRecommendation:
-    def result(self, guarded: float, unguarded: float, duplicates: float = 0.0, packed: float = 1.4) -> dict[str, Any]:
+    def result(
+        self, guarded: float, unguarded: float, duplicates: float = 0.0, packed: float = 1.4, int8: float = 1.0,
+        kind: str = "language-model",
+    ) -> dict[str, Any]:  # fmt: skip
         return {
             "guarded": {"over_packed": guarded, "over_stock": guarded * packed}, "duplicates": duplicates,
-            "unguarded": {"over_packed": unguarded}, "native_bfloat16": True,
-            "ms": {"stock": 10.0, "packed": 10.0 / packed},
+            "unguarded": {"over_packed": unguarded}, "native_bfloat16": True, "kind": kind,
+            "ms": {"stock": 10.0, "packed": 10.0 / packed, "int8": 10.0 / packed / int8},
         }  # fmt: skip
 
     def test_reuse_where_it_pays(self) -> None:
-        (advice,) = recommend(self.result(2.0, 2.5))
-        assert "Use memoize(model, reuse='rows', budget=0.01)" in advice
+        exact, advice = recommend(self.result(2.0, 2.5))
+        assert "memoize(model) is exact and gives 1.40 times" in exact
+        assert "Use memoize(model, budget=0.01)" in advice
         assert "2.0 times the speed of packed blocks, 2.8 of the original model" in advice
+        assert "pauses between requests" in advice
 
     def test_packed_blocks_where_nothing_repeats(self) -> None:
-        no, packed = recommend(self.result(1.0, 1.0))
-        assert "Do not reuse rows" in no
+        packed, no = recommend(self.result(1.0, 1.0))
         assert "memoize(model) is exact and gives 1.40 times" in packed
+        assert "Do not reuse rows" in no
 
     def test_openvino_where_packed_blocks_gain_nothing_either(self) -> None:
-        assert "OpenVINO in bfloat16" in recommend(self.result(1.0, 1.0, packed=0.9))[-1]
+        assert "OpenVINO in bfloat16" in recommend(self.result(1.0, 1.0, packed=0.9))[0]
+
+    def test_8_bits_where_they_are_faster(self) -> None:
+        _, rounded, reuse = recommend(self.result(1.3, 1.3, int8=1.5))
+        assert "linear='int8' gives 1.50 times the speed of exact blocks" in rounded
+        assert "8-bit layers alone are as fast" in reuse
+        assert not any("OpenVINO" in advice for advice in recommend(self.result(1.0, 1.0, packed=0.9, int8=1.5)))
 
     def test_a_cache_for_exact_duplicates(self) -> None:
-        cache, no, _ = recommend(self.result(1.0, 1.0, duplicates=0.6))
+        cache, _, no = recommend(self.result(1.0, 1.0, duplicates=0.6))
         assert "60 % of the texts are exact duplicates" in cache
         assert "adds too little" in no
 
     def test_a_longer_look_where_only_the_guard_stands_in_the_way(self) -> None:
-        assert "guard verifies for long" in recommend(self.result(PAYS - 0.1, PAYS + 0.1))[0]
+        assert "guard verifies for long" in recommend(self.result(PAYS - 0.1, PAYS + 0.1))[1]
+
+    def test_vectors_are_not_reused_but_by_a_classifier_and_static_ones_are_named(self) -> None:
+        _, reuse, other = recommend(self.result(2.0, 2.0, kind="encoder"))
+        assert "answer=classifier" in reuse
+        assert "static embeddings" in other
+
+    @pytest.mark.parametrize(("kind", "named"), [("classifier", "smaller model"), ("tagger", "GLiNER")])
+    def test_what_may_serve_better_is_named(self, kind: str, named: str) -> None:
+        assert named in recommend(self.result(1.0, 1.0, kind=kind))[-1]
