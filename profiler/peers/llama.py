@@ -6,6 +6,7 @@ A family takes part if `gguf` names its tensors as llama.cpp reads them, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ from attmemo.profiler.models import LoadedModel, Tokens
 
 FAMILIES: Final = {"bert": "BERT", "modernbert": "MODERN_BERT", "qwen3": "QWEN3"}
 """Model types of transformers, and the names that gguf has for them."""
-_UBATCH: Final = 512  # tokens that are computed at once, llama.cpp's default: each attends to all of them, masked
+_LEAST: Final = 128  # tokens that are computed at once: each attends to all of them, masked, so 512 take longer
 _BLOCK: Final = 32  # numbers that have one scale in Q8_0
 
 
@@ -92,13 +93,17 @@ def llama(file: Path, longest: int) -> Callable[[Sequence[Tokens]], Tensor]:
         def tokenize(self, text: bytes, *_: Any, **__: Any) -> list[int]:
             return self.asked[int(text)].ids
 
-    size, threads = max(_UBATCH, longest), torch.get_num_threads()
-    model = ById(
-        str(file), embedding=True, n_ctx=size, n_batch=size, n_ubatch=size, n_threads=threads, n_threads_batch=threads,
-        verbose=False,
-    )  # fmt: skip
+    size, threads = max(_LEAST, longest), torch.get_num_threads()
+
+    @cache
+    def opened(flash: bool) -> Any:
+        return ById(
+            str(file), embedding=True, n_ctx=size, n_batch=size, n_ubatch=size, n_threads=threads,
+            n_threads_batch=threads, flash_attn=flash, verbose=False,
+        )  # fmt: skip
 
     def way(texts: Sequence[Tokens]) -> Tensor:
+        model = opened(len(texts) > 1)  # flash attention takes a fifth of the time of many texts, and more of one
         model.asked = texts
         found = model.embed([str(place) for place in range(len(texts))])
         return nn.functional.normalize(torch.tensor(found), dim=-1)
