@@ -1,17 +1,22 @@
 """attmemo beside other runtimes: models x streams, each pair as `attmemo bench peers` measures it.
 
-    python scripts/bench_peers.py ../shared docs                        # all pairs, three to four hours on two cores
-    python scripts/bench_peers.py ../shared docs --resume               # the pairs that are not there yet
+    python scripts/bench_peers.py ../shared docs --pages                # what pages show: 90 minutes on two cores
+    python scripts/bench_peers.py ../shared docs --first                # only the row of README.md: minutes
+    python scripts/bench_peers.py ../shared docs --resume               # all pairs that are not there yet: hours
     python scripts/bench_peers.py ../shared docs --models minilm --streams OpenSSH HDFS
     python scripts/bench_peers.py ../shared docs --page                 # only peers.md and peers.png from peers.json
 
 Every pair is one process of its own: a pair that fails is written down with its reason, and the others go on. The
-result of a pair is in OUT_DIR/peers.json before the next one begins. Runtimes take part where they are installed.
+result of a pair is in OUT_DIR/peers.json before the next one begins. Runtimes take part where they are installed. One
+that wants other versions of packages is measured by a Python of its own, and joins the pairs that are there:
+
+    /other/venv/bin/python scripts/bench_peers.py ../shared docs --pages --join vllm
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
@@ -23,15 +28,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import peers_page
-from peers_inputs import MODELS, SHAPES, STREAMS, Plan, place_of, plan_of, write_stream, write_texts
+from marked import replace_measured
+from peers_inputs import FIRST, MODELS, PAGES, SHAPES, STREAMS, Plan, place_of, plan_of, write_stream, write_texts
 
 from attmemo.cli.files import write_whole
-from attmemo.profiler.peers.stream import FIRST, MOST_FIRST
+from attmemo.profiler.peers import stream as streams
 
 FORMAT = "attmemo.peers-matrix/1"
 PATIENCE = 1800  # seconds for one command
 ATTMEMO = (sys.executable, "-c", "from attmemo.cli.app import main; main()")
 STORED = 0.75  # of the first part: behind a database of maps; it is tuned on the others
+QUICK = "stock,openvino-bf16,openvino-int8,onnx-int8,llama-f16,llama-q8,genai,none,none-int8,rows,rows-int8"
+"""Paths of the first page: what is slow to begin, and was far behind, is left out."""
 _PLACE = re.compile(r"(?:~|\.)?/(?:[\w.+~-]+/)+")
 
 
@@ -53,7 +61,7 @@ def attmemo(*arguments: object) -> None:
 
 def maps_of(model: Path, texts: list[str], plan: Plan, folder: Path, dtype: str) -> tuple[Path, float]:
     """A trained and tuned database of maps from the first part of the stream, and the seconds that it took."""
-    first = texts[: min(MOST_FIRST, round(FIRST * len(texts)))][: round(plan.stored / STORED)]
+    first = texts[: min(streams.MOST_FIRST, round(streams.FIRST * len(texts)))][: round(plan.stored / STORED)]
     cut = round(STORED * len(first))
     build, tune, database = folder / "build.jsonl", folder / "tune.jsonl", folder / "maps"
     write_texts(first[:cut], build)
@@ -69,12 +77,26 @@ def maps_of(model: Path, texts: list[str], plan: Plan, folder: Path, dtype: str)
 
 
 def version() -> str:
-    """The commit that is measured."""
-    given = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    """The commit that is measured, and whether code differs from it. Results and pages may."""
+    root = Path(__file__).parents[1]
+    given = ["git", "-C", str(root), "describe", "--always", "--exclude", "*"]
+    changed = ["git", "-C", str(root), "status", "--porcelain", "-uno", "attmemo", "native", "profiler", "scripts"]
     try:
-        return subprocess.run(given, capture_output=True, text=True, check=True).stdout.strip()
+        commit, dirty = (
+            subprocess.run(one, capture_output=True, text=True, check=True).stdout for one in (given, changed)
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return commit.strip() + ("-dirty" if dirty.strip() else "")
+
+
+def processor_of(features: list[str]) -> str:
+    """The class of a processor, by what it has for matrices."""
+    kinds = {
+        "amx_bf16": "x86-64 with AMX", "avx512_bf16": "x86-64 with AVX-512 and bfloat16",
+        "avx512f": "x86-64 with AVX-512", "avx2": "x86-64 with AVX2", "bf16": "arm64 with bfloat16",
+    }  # fmt: skip
+    return next((kind for name, kind in kinds.items() if name in features), "other")
 
 
 def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +125,10 @@ def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args:
         found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     found["model"] |= {"name": model, "random": model in SHAPES}
     found["stream"]["name"] = stream
-    found["conditions"]["version"] = commit
+    found["conditions"] |= {
+        "version": commit, "date": datetime.date.today().isoformat(),
+        "processor": processor_of(found["conditions"]["features"]),
+    }  # fmt: skip
     maps = found["paths"].get("maps")
     if maps is not None and "loading_s" in maps:
         maps["converting_s"] = seconds
@@ -141,28 +166,55 @@ def name_of(run: dict[str, Any]) -> tuple[str, str, str]:
     return run["model"]["name"], run["stream"]["name"], run["model"]["dtype"]
 
 
+def pairs_of(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Models and streams that were asked for."""
+    return [
+        (model, stream) for model in args.models for stream in (PAGES.get(model, ()) if args.pages else args.streams)
+    ]
+
+
+def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """An earlier result with the paths of a later one in place of its own; speeds are over the original model.
+
+    What holds for the later one alone is beside it, in ``joined``.
+    """
+    names = [name for name in new["paths"] if name != "stock"]
+    cells = [cell for cell in old["cells"] if cell["path"] not in names]
+    cells += [cell for cell in new["cells"] if cell["path"] in names]
+    paths = old["paths"] | {name: new["paths"][name] for name in names}
+    return old | {
+        "paths": paths,
+        "cells": cells,
+        "joined": [*old.get("joined", []), new["conditions"] | {"paths": names}],
+    }
+
+
 def run_all(args: argparse.Namespace) -> None:
     """Every pair that was asked for, one after the other."""
+    if args.pages and not args.join:  # a page shows one commit
+        write(args.out, [run for run in read(args.out) if run.get("conditions", {}).get("version") == version()])
     with TemporaryDirectory() as work:
-        for model in args.models:
-            for stream in args.streams:
-                runs, pair = read(args.out), (model, stream, args.dtype)
-                if args.resume and any(name_of(run) == pair and "failed" not in run for run in runs):
-                    continue
-                plan = plan_of(model, stream)
-                plan = plan._replace(sample=args.sample or plan.sample, lines=args.lines or plan.lines)
-                start = time.monotonic()
-                try:
-                    found = measure(args.shared, Path(work), model, stream, plan, args)
-                    said = " ".join(peers_page.sentences(found))
-                except (Failed, OSError) as error:
-                    said = f"failed: {error}"
-                    found = {
-                        "model": {"name": model, "dtype": args.dtype}, "stream": {"name": stream}, "failed": str(error)
-                    }  # fmt: skip
-                found["seconds"] = time.monotonic() - start
-                write(args.out, [run for run in runs if name_of(run) != pair] + [without_places(found)])
-                print(f"{model} x {stream}, {found['seconds']:.0f} s: {said}", flush=True)
+        for model, stream in pairs_of(args):
+            runs, pair = read(args.out), (model, stream, args.dtype)
+            known = [run for run in runs if name_of(run) == pair and "failed" not in run]
+            if known if args.resume or (args.pages and not args.join) else args.join and not known:
+                continue
+            plan = plan_of(model, stream)
+            plan = plan._replace(sample=args.sample or plan.sample, lines=args.lines or plan.lines)
+            start = time.monotonic()
+            try:
+                found = measure(args.shared, Path(work), model, stream, plan, args)
+                if args.join:
+                    found = joined(known[0], found)
+                said = " ".join(peers_page.sentences(found))
+            except (Failed, OSError) as error:
+                said = f"failed: {error}"
+                found = known[0] if args.join else {
+                    "model": {"name": model, "dtype": args.dtype}, "stream": {"name": stream}, "failed": str(error)
+                }  # fmt: skip
+            found["seconds"] = found.get("seconds", 0.0) * bool(args.join) + time.monotonic() - start
+            write(args.out, [run for run in runs if name_of(run) != pair] + [without_places(found)])
+            print(f"{model} x {stream}, {found['seconds']:.0f} s: {said}", flush=True)
 
 
 def main() -> None:
@@ -176,16 +228,27 @@ def main() -> None:
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--paths", help="as of attmemo bench peers")
+    parser.add_argument("--join", metavar="PATHS", help="measure these, and add them to the pairs that are there")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--pages", action="store_true", help="the pairs that pages show, bfloat16; of other commits: none"
+    )
+    chosen.add_argument("--first", action="store_true", help="the pair that README.md shows")
     parser.add_argument("--no-maps", dest="maps", action="store_false", help="make no databases of maps")
     parser.add_argument("--resume", action="store_true", help="leave out pairs that have a result")
     parser.add_argument("--page", action="store_true", help="measure nothing")
     args = parser.parse_args()
+    if args.pages or args.first:
+        args.dtype, args.maps, args.paths = FIRST[2], False, args.paths or (None if args.pages else QUICK)
+    if args.first:
+        args.models, args.streams = FIRST[:1], FIRST[1:2]
+    args.paths = args.join or args.paths
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.page:
         run_all(args)
     found = json.loads((args.out / "peers.json").read_text(encoding="utf-8"))
-    (args.out / "peers.md").write_text(peers_page.text(found), encoding="utf-8")
+    replace_measured(args.out / "peers.md", peers_page.text(found))
     (args.out / "peers.png").write_bytes(peers_page.draw(found))
 
 

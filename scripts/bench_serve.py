@@ -1,15 +1,19 @@
 """Measures `attmemo serve`: throughput, latency and overload, with the load generator wrk on the same machine.
 
-    python scripts/bench_serve.py SHARED OUT warm direct rows none plain rates turns overload
+    python scripts/bench_serve.py SHARED OUT warm direct rows none plain infinity genai rates turns overload
 
 Each part adds its numbers to OUT/serve.json, so that parts can be run one by one. `warm` fills a database with the
 first 70 % of the lines of a log until its guard is certified. The other parts ask the later 30 %, and store nothing:
 no line that is asked was stored before, however often the load generator repeats it. ATTMEMO_DTYPE=bfloat16 measures
 that type of number, in every server. `plain` is a server as people
-write it, FastAPI around sentence-transformers. wrk must be installed (apt-get install wrk).
+write it, FastAPI around sentence-transformers; `genai` the same around OpenVINO GenAI's text-embedding pipeline;
+`infinity` the server of infinity-emb, which wants other versions of packages: ATTMEMO_INFINITY names its program.
+ATTMEMO_SECONDS is the length of a run of wrk. wrk must be installed (apt-get install wrk).
 """
 
 import argparse
+import datetime
+import importlib.util
 import json
 import os
 import re
@@ -19,29 +23,34 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 LOG = "OpenSSH"
+LONGEST = 256  # tokens of a line, as the model was trained
 CLIENTS = (64, 8, 1)
-SECONDS = 8
+SECONDS = float(os.environ.get("ATTMEMO_SECONDS", "8"))
 ROUNDS = 5
 CROWD, PRESSURE = 3000, 3.6  # clients of an overload; they wait for answers too: three times saturation
 PORT = int(os.environ.get("ATTMEMO_BENCH_PORT", "3987"))
 DTYPE = os.environ.get("ATTMEMO_DTYPE", "float32")
+INFINITY = os.environ.get("ATTMEMO_INFINITY", "infinity_emb")
 GUARDED = ("--budget", "0.01")
+ROUTES = {"infinity": ("/embeddings", "input")}
+"""Where a server answers, and the field of the texts; other servers as text-embeddings-inference."""
 URL = f"http://127.0.0.1:{PORT}"
 LUA = """
 local lines, n = {}, 0
 for line in io.lines("%s") do lines[#lines + 1] = line end
 function request()
   n = n + 1
-  return wrk.format("POST", "/embed", {["content-type"] = "application/json"}, lines[n %% #lines + 1])
+  return wrk.format("POST", "%s", {["content-type"] = "application/json"}, lines[n %% #lines + 1])
 end
 """
 DELAY = "\nfunction delay() return -math.log(1 - math.random()) * %f end\n"  # milliseconds; arrivals by chance
@@ -116,13 +125,15 @@ def stolen_seconds() -> float:
 
 
 def wrk(
-    folder: Path, lines: list[str], clients: int, seconds: float, rate: float | None = None, batch: int = 1
-) -> Any:
+    folder: Path, lines: list[str], clients: int, seconds: float, rate: float | None = None, batch: int = 1,
+    server: str = "",
+) -> Any:  # fmt: skip
     """One run of wrk; with `rate`, each client waits between its requests, so that about so many come in a second."""
+    route, field = ROUTES.get(server, ("/embed", "inputs"))
     bodies = [lines[start : start + batch] for start in range(0, len(lines) - batch + 1, batch)]
     with (folder / "bodies").open("w") as stream:
-        stream.writelines(json.dumps({"inputs": own if batch > 1 else own[0]}) + "\n" for own in bodies)
-    script = LUA % (folder / "bodies")
+        stream.writelines(json.dumps({field: own if batch > 1 else own[0]}) + "\n" for own in bodies)
+    script = LUA % (folder / "bodies", route)
     (folder / "load.lua").write_text(script + (DELAY % (1e3 * clients / rate) if rate else ""))
     command = ["wrk", "-t1", f"-c{clients}", f"-d{seconds:g}", "--timeout", "30", "--latency", "-s"]
     before = os.times()
@@ -242,15 +253,15 @@ def turns(shared: Path, out: Path, folder: Path) -> Any:
     }
 
 
-def asked(shared: Path, folder: Path, *words: str) -> Any:
+def asked(shared: Path, folder: Path, *words: str, name: str = "") -> Any:
     """Closed loops of clients against one server."""
     _, late = lines_of(shared)
     with server(*words) as process:
-        wrk(folder, late, 8, 3)
+        wrk(folder, late, 8, 3, server=name)
         before, start = cpu_seconds(process.pid), time.monotonic()
-        found: dict[str, Any] = {"single": [wrk(folder, late, clients, SECONDS) for clients in CLIENTS]}
+        found: dict[str, Any] = {"single": [wrk(folder, late, clients, SECONDS, server=name) for clients in CLIENTS]}
         found["cores_of_server"] = (cpu_seconds(process.pid) - before) / (time.monotonic() - start)
-        found["batches_of_32"] = wrk(folder, late, 2, SECONDS, batch=32)
+        found["batches_of_32"] = wrk(folder, late, 2, SECONDS, batch=32, server=name)
         if "serve" in words:
             shown = json.loads(get("/live"))
             found |= {"share_computed": shown["rows"] / shown["tokens"], "guard": shown["guard"]}
@@ -270,6 +281,24 @@ def none(shared: Path, out: Path, folder: Path) -> Any:
 def plain(shared: Path, out: Path, folder: Path) -> Any:
     """A server as people write it."""
     return asked(shared, folder, sys.executable, __file__, str(shared), str(out), "plain-server")
+
+
+def infinity(shared: Path, out: Path, folder: Path) -> Any:
+    """infinity's own server, on torch."""
+    if shutil.which(INFINITY) is None:
+        return {"left_out": "not installed: pip install 'infinity-emb[server,torch]', in an environment of its own"}
+    options = {"--engine": "torch", "--device": "cpu", "--dtype": DTYPE, "--port": str(PORT), "--host": "127.0.0.1"}
+    words = (word for pair in options.items() for word in pair)
+    return asked(
+        shared, folder, INFINITY, "v2", "--model-id", model(), "--no-bettertransformer", *words, name="infinity"
+    )
+
+
+def genai(shared: Path, out: Path, folder: Path) -> Any:
+    """A server as people write it, around OpenVINO GenAI."""
+    if importlib.util.find_spec("openvino_genai") is None:
+        return {"left_out": "not installed: pip install openvino-genai"}
+    return asked(shared, folder, sys.executable, __file__, str(shared), str(out), "genai-server")
 
 
 def rates(shared: Path, out: Path, folder: Path) -> Any:
@@ -338,12 +367,40 @@ def overload(shared: Path, out: Path, folder: Path) -> Any:
 def plain_server() -> None:
     """FastAPI around sentence-transformers."""
     import torch
+    from sentence_transformers import SentenceTransformer
+
+    encoder = SentenceTransformer(model(), device="cpu").to(getattr(torch, DTYPE))
+    answer(lambda texts: encoder.encode(texts, show_progress_bar=False).tolist())
+
+
+def genai_server() -> None:
+    """FastAPI around OpenVINO GenAI's pipeline, which answers one request at a time."""
+    from attmemo.profiler.models import collate, load_model, own_pooling, tokenize
+    from attmemo.profiler.peers import pipelines, runtimes
+    from attmemo.profiler.peers.stream import Text
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, loaded = Path(name), load_model(model())
+        (folder / "genai").mkdir()
+        runtimes.convert_openvino(loaded, collate(loaded, tokenize(loaded, ["a", "b c"], 8)), folder / "model.xml")
+        pipelines.write_genai(loaded, folder / "model.xml", folder / "genai", LONGEST)
+        precision = "bf16" if DTYPE == "bfloat16" else "f32"
+        way, turn = pipelines.genai(folder / "genai", own_pooling(model()), LONGEST, precision), threading.Lock()
+
+        def embed(texts: list[str]) -> list[list[float]]:
+            with turn:
+                return way([Text(0, [], None, text) for text in texts]).tolist()
+
+        answer(embed)
+
+
+def answer(encode: Callable[[list[str]], list[list[float]]]) -> None:
+    """Serve embeddings over HTTP, each request by itself."""
     import uvicorn
     from fastapi import FastAPI
     from pydantic import BaseModel
-    from sentence_transformers import SentenceTransformer
 
-    encoder, app = SentenceTransformer(model(), device="cpu").to(getattr(torch, DTYPE)), FastAPI()
+    app = FastAPI()
 
     class Body(BaseModel):
         inputs: str | list[str]
@@ -351,7 +408,7 @@ def plain_server() -> None:
     @app.post("/embed")
     def embed(body: Body) -> list[list[float]]:
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-        return encoder.encode(texts, show_progress_bar=False).tolist()  # type: ignore[no-any-return]
+        return encode(texts)
 
     @app.get("/health")
     def health() -> None: ...
@@ -360,9 +417,10 @@ def plain_server() -> None:
 
 
 PARTS = {
-    "warm": warm, "direct": direct, "rows": rows, "none": none, "plain": plain, "rates": rates, "overload": overload,
-    "turns": turns,
+    "warm": warm, "direct": direct, "rows": rows, "none": none, "plain": plain, "infinity": infinity,
+    "genai": genai, "rates": rates, "overload": overload, "turns": turns,
 }  # fmt: skip
+SERVERS = {"plain-server": plain_server, "genai-server": genai_server}
 
 
 def main() -> None:
@@ -370,17 +428,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="+", choices=[*PARTS, "plain-server", "library"])
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, *SERVERS, "library"])
     args = parser.parse_args()
-    if args.parts == ["plain-server"]:
-        plain_server()
+    if args.parts[0] in SERVERS:
+        SERVERS[args.parts[0]]()
         return
     if args.parts == ["library"]:
         library(args.shared, args.out)
         return
     if shutil.which("wrk") is None:
         parser.error("wrk is not installed: apt-get install wrk")
-    from attmemo.system.machine import conditions
+    from bench_peers import processor_of, version
+
+    from attmemo.profiler.peers.table import measured_under
 
     file = args.out / "serve.json"
     found = json.loads(file.read_text()) if file.exists() else {}
@@ -389,7 +449,11 @@ def main() -> None:
             before = os.getloadavg()[0]
             result = PARTS[part](args.shared, args.out, Path(folder))
         found[part] = {"load_before": before, **result}
-        found["conditions"] = conditions() | {"log": LOG, "model": Path(model()).parent.name, "dtype": DTYPE}
+        under = measured_under()
+        found["conditions"] = under | {
+            "log": LOG, "model": Path(model()).parent.name, "dtype": DTYPE, "version": version(),
+            "date": datetime.date.today().isoformat(), "processor": processor_of(under["features"]),
+        }  # fmt: skip
         file.write_text(json.dumps(found, indent=1))
         print(part, json.dumps(found[part], indent=1))
 

@@ -1,12 +1,17 @@
 """The numbers and the plot of README.md, and the tables of docs/measured.md, made from the JSON files in docs/.
 
-    python scripts/first_page.py      # after a new measurement: both pages and docs/first-page.png
+python scripts/first_page.py                       # after a new measurement: both pages and docs/first-page.png
+python scripts/first_page.py --measure ../shared   # measures all that they show before: two hours on two cores
+python scripts/first_page.py --measure ../shared --short   # only the methods of README.md: a few minutes
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,17 +19,18 @@ from typing import Any, Final
 import matplotlib as mpl
 from marked import replace_measured
 from matplotlib.figure import Figure
+from peers_inputs import FIRST
 
 from attmemo.profiler.peers.paths import PATHS, REUSE
 from attmemo.profiler.peers.verdict import Verdict, verdicts
 from attmemo.profiler.plots import BLUE, GREEN, GREY, STYLE, png
 
 DOCS = Path(__file__).parents[1] / "docs"
-FIRST: Final = ("minilm", "bfloat16", "OpenSSH")
-"""Model, type and stream of the first page: a sentence embedder, and log lines that resemble each other."""
 MODELS: Final = {
     "minilm": "MiniLM, embedder", "deberta-loghub": "DeBERTa-v2, 6 layers, classifier",
     "minilm-sst2": "MiniLM, classifier", "bert-base": "BERT-base shape", "deberta-v3-base": "DeBERTa-v3-base shape",
+    "bge-small": "BGE-small shape", "modernbert-base": "ModernBERT-base shape",
+    "qwen3-embedding": "Qwen3-Embedding-0.6B shape, 6 layers",
 }  # fmt: skip
 Run = Mapping[str, Any]
 Cell = Mapping[str, Any]
@@ -43,7 +49,7 @@ def speed_of(run: Run, path: str, size: int, key: str = "speed") -> float:
 
 def best_peer(run: Run, size: int, key: str = "speed", *, exact: bool = False) -> Cell:
     """The fastest method that is not attmemo's and keeps the budget; with `exact` among exact ones."""
-    cells = [cell for cell in cells_of(run, size, key) if cell["path"] not in REUSE]
+    cells = [cell for cell in cells_of(run, size, key) if cell["path"] not in REUSE and not PATHS[cell["path"]].other]
     kept = [cell for cell in cells if run["model"]["random"] or cell["quality"].get("changed", 0.0) <= run["budget"]]
     return max((c for c in kept if not exact or run["paths"][c["path"]]["exact"]), key=lambda c: float(c[key]))
 
@@ -57,7 +63,7 @@ def machine_of(conditions: Mapping[str, Any]) -> str:
 def first_run(peers: Mapping[str, Any]) -> Run:
     """The run that the first page shows."""
     return next(
-        run for run in peers["runs"] if (run["model"]["name"], run["model"]["dtype"], run["stream"]["name"]) == FIRST
+        run for run in peers["runs"] if (run["model"]["name"], run["stream"]["name"], run["model"]["dtype"]) == FIRST
     )
 
 
@@ -100,14 +106,14 @@ def commits(runs: Iterable[Run]) -> str:
 
 def benchmarks(peers: Mapping[str, Any]) -> str:
     """The tables of docs/measured.md."""
-    runs = [run for run in peers["runs"] if run["model"]["dtype"] == "bfloat16"]
+    runs = [run for run in peers["runs"] if run["model"]["dtype"] == "bfloat16" and "failed" not in run]
     lines = [
         "| model | batch | exact | best exact peer | 8 bits | best peer within the budget |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, title in MODELS.items():
         own = [run for run in runs if run["model"]["name"] == name]
-        for size in own[0]["batch"]:
+        for size in own[0]["batch"] if own else ():
             columns = [
                 [speed_of(run, "none", size) for run in own],
                 [float(best_peer(run, size, exact=True)["speed"]) for run in own],
@@ -115,12 +121,13 @@ def benchmarks(peers: Mapping[str, Any]) -> str:
                 [float(best_peer(run, size)["speed"]) for run in own],
             ]
             lines.append(f"| {title} | {size} | {' | '.join(_range(column) for column in columns)} |")
-    judged = [(run, one) for run in peers["runs"] for one in verdicts(run)]
+    streams = dict.fromkeys(run["stream"]["name"] for run in runs)
+    judged = [(run, one) for run in peers["runs"] if "failed" not in run for one in verdicts(run)]
     machines = {name: machine_of(run["conditions"]) for run in runs for name in [run["model"]["name"]]}
     places = {title: [MODELS[name] for name, own in machines.items() if own == title] for title in machines.values()}
     return "\n".join([
         *lines, "", *(f"* {'; '.join(names)}: {title}." for title, names in places.items()),
-        f"* {len(runs)} runs, bfloat16; {commits(runs)}.",
+        f"* {len(runs)} runs, bfloat16, of the streams {', '.join(streams)}; {commits(runs)}.",
         f"* Fastest of all, sorted texts and caches included: {_winners(judged)}.",
     ])  # fmt: skip
 
@@ -163,8 +170,24 @@ def draw(run: Run) -> bytes:
         return png(figure)
 
 
+def measure(shared: Path, *, short: bool) -> None:
+    """Run the benchmarks that both pages show; with `short` that of the table in README.md alone."""
+    scripts = Path(__file__).parent
+    commands = [("bench_peers.py", shared, DOCS, "--first" if short else "--pages")]
+    if not short:
+        commands.append(("bench_workloads.py", shared, DOCS / "workloads.json"))
+    for script, *arguments in commands:
+        subprocess.run([sys.executable, scripts / script, *arguments], check=True)
+
+
 def main() -> None:
     """Write both pages and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", type=Path, metavar="SHARED", help="measure first; texts and models lie in SHARED")
+    parser.add_argument("--short", action="store_true", help="measure only the table of README.md")
+    args = parser.parse_args()
+    if args.measure is not None:
+        measure(args.measure, short=args.short)
     peers, workloads = (json.loads((DOCS / f"{name}.json").read_text("utf-8")) for name in ("peers", "workloads"))
     replace_measured(DOCS.parent / "README.md", readme(peers, workloads))
     replace_measured(DOCS / "measured.md", benchmarks(peers))

@@ -1,4 +1,4 @@
-"""docs/peers.md and docs/peers.png, made from docs/peers.json alone."""
+"""The tables of docs/peers.md, and docs/peers.png, made from docs/peers.json alone."""
 
 from __future__ import annotations
 
@@ -10,63 +10,48 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from peers_inputs import MODELS, STREAMS
+from peers_inputs import MODELS, PAGES
 
 from attmemo.profiler.peers import sentences, title_of, verdicts
 from attmemo.profiler.peers.paths import CACHE, PATHS
 from attmemo.profiler.peers.verdict import SURE
 from attmemo.profiler.plots import GREY, ORANGE, STYLE, png
 from attmemo.profiler.way_plots import color_of
+from attmemo.wording import counted
 
 __all__ = ["draw", "sentences", "text"]
 
 Run = Mapping[str, Any]
-FEW = 0.1  # share of the texts that records served, below which rows are packed blocks
+FEW = 0.1  # share of the texts that records served, below which reuse is exact blocks
 BUSY = 0.1  # share of the processors that other programs took
-HEAD = """# Beside other runtimes
-
-Time, quality, memory and set-up of every way to the same answers: the stock model, `torch.compile`, OpenVINO, ONNX
-Runtime, attmemo, and a cache of exact duplicates. On your own model and texts:
-
-```sh
-pip install openvino nncf onnxruntime onnx onnxscript   # the runtimes that you want to see; none is needed
-attmemo bench peers MODEL FILE
-attmemo bench peers MODEL FILE --batch 1,8 --paths stock,openvino-int8,none,rows --output peers.json --plot peers.png
-```
-
-FILE has texts in the order in which they came. The first fifth prepares 8-bit forms and warms all paths up. The paths
-then take turns on the same batches, each in a process of its own. All answer some windows of the stream; attmemo rows
-answers every text, begins with nothing at each batch size, and so has learned what came before each window.
-
-This page is made from `docs/peers.json`, which `scripts/bench_peers.py` writes.
-"""
 RULES = """How to read the tables:
 
-* A number without a unit is a speed: the stock model in the order of arrival has 1.
-* The best peer is the fastest path that is not of attmemo. A path does not count if its answers show, with {sure:g} %
-  confidence, more changes than the budget of {budget:g} %. On few texts one change does not show that.
+* A number without a unit is a speed: the original model, with texts in the order of arrival, has 1.
+* The best peer is the fastest method that is not attmemo's. A method does not count if its answers show, with {sure:g}
+  % confidence, more changes than the budget of {budget:g} %. On few texts one change does not show that.
 * *sorted*: a window of texts in the order of their lengths, for work that can wait.
-* *cache*: a cache of exact duplicates in front of the exact path that was fastest on the first part. The cache counts
-  as attmemo where that path is attmemo none, else as a peer.
-* *changed*: answers unlike those of the stock model in float32: another class, or a cosine below {cosine:g}. Behind
+* *cache*: a cache of exact duplicates in front of the exact method that was fastest on the first part. It counts as
+  attmemo's where that method is attmemo exact, else as a peer.
+* *changed*: answers unlike those of the original model in float32: another class, or a cosine below {cosine:g}. Behind
   it, of embeddings, the mean cosine and the lowest 1 %.
-* *late*: rows in the window of the last third of the stream, where the guard has learned the most.
+* *late*: reuse in the window of the last third of the stream, where the guard has learned the most.
+* Rows in which a peer wins come first, with the peer in bold.
 """
 RANDOM = (
-    "The weights of this shape are random. Its speeds mean what they say; its answers mean nothing, so every path "
+    "The weights of this shape are random. Its speeds mean what they say; its answers mean nothing, so every method "
     "counts, whatever it changes.\n"
 )
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """The page. `found` is what docs/peers.json holds."""
+    """What lies between the marks of the page. `found` is what docs/peers.json holds."""
     runs = [run for run in found["runs"] if "failed" not in run]
-    parts = [HEAD, _who_wins(runs), "![Speed of each path on each stream](peers.png)\n"]
+    parts = [_who_wins(runs), "![Speed of each method on each stream](peers.png)\n"]
     if runs:
         parts.append(RULES.format(budget=100 * runs[0]["budget"], cosine=runs[0]["min_cosine"], sure=100 * SURE))
     for title, group in _groups(runs).items():
         random = RANDOM if group[0]["model"].get("random") else ""
-        parts += [f"## {title}\n", random, _speeds(group), _paths(group)]
+        parts += [f"## {title}\n", random, _speeds(group), _qualities(group), _methods(group), _set_up(group)]
     parts += [_failures(found["runs"]), _conditions(runs)]
     return "\n".join(part.rstrip() + "\n" for part in parts if part)
 
@@ -92,25 +77,27 @@ def _who_wins(runs: list[Run]) -> str:
 
 def _ratios(runs: list[Run], *, late: bool) -> list[str]:
     """A table of how many times as fast the best way of attmemo is as the best peer."""
-    streams = [stream for stream in STREAMS if any(run["stream"]["name"] == stream for run in runs)]
+    sizes = sorted({size for run in runs for size in run["batch"]})
     lines = [
-        "How many times as fast the fastest way of attmemo is as the fastest peer"
-        f"{', in the last third of each stream' if late else ''}. Batches of "
-        f"{', '.join(map(str, max((run['batch'] for run in runs), key=len, default=[])))}; bold: the peer is faster.",
-        "", f"| | {' | '.join(streams)} |", f"|{(1 + len(streams)) * '---|'}",
+        "How many times as fast the fastest method of attmemo is as the fastest peer"
+        f"{', in the last third of each stream' if late else ''}: median of the streams, lowest and highest; bold: a "
+        "peer is faster on one of them.",
+        "", f"| | {' | '.join(f'batch {size}' for size in sizes)} |", f"|{(1 + len(sizes)) * '---|'}",
     ]  # fmt: skip
     for title, group in _groups(runs).items():
-        of = {run["stream"]["name"]: verdicts(run, late=late) for run in group}
-        cells = [", ".join(map(_ratio, of.get(name, []))).strip("–, ") or "–" for name in streams]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+        judged = [one for run in group for one in verdicts(run, late=late) if one.own and one.peer]
+        if judged:
+            cells = (_ratio([one for one in judged if one.batch == size]) for size in sizes)
+            lines.append(f"| {title} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
-def _ratio(one: Any) -> str:
-    if one.own is None or one.peer is None:
+def _ratio(judged: list[Any]) -> str:
+    if not judged:
         return "–"
-    found = f"{one.own[one.key] / one.peer[one.key]:.2f}"
-    return f"**{found}**" if one.peer_wins else found
+    ratios = [one.own[one.key] / one.peer[one.key] for one in judged]
+    found = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+    return f"**{found}**" if any(one.peer_wins for one in judged) else found
 
 
 def _by_model(runs: list[Run], what: str, said: Callable[[Run], list[str]]) -> list[str]:
@@ -124,19 +111,19 @@ def _by_model(runs: list[Run], what: str, said: Callable[[Run], list[str]]) -> l
 
 
 def _late(runs: list[Run]) -> str:
-    """Where reuse of rows is the fastest of all ways, once the guard has learned."""
+    """Where reuse is the fastest of all methods, once the guard has learned."""
     cases = [one for run in runs for one in verdicts(run, late=True) if one.own or one.peer]
     if not cases:
         return ""
     won, lost = sum(map(_rows_win, cases)), sum(one.peer_wins for one in cases)
     lines = [
-        "Of the windows that all ways answer, the last one lies in the last third of the stream, where the guard has "
-        "learned the most (streams of few texts have none). There reuse of rows is the fastest of all ways within the "
-        f"budget in {won} of {len(cases)} cases, another way of attmemo in {len(cases) - won - lost}, "
+        "Of the windows that all methods answer, the last one lies in the last third of the stream, where the guard "
+        "has learned the most (streams of few texts have none). There reuse is the fastest of all methods within the "
+        f"budget in {won} of {len(cases)} cases, another method of attmemo in {len(cases) - won - lost}, "
         f"a peer in {lost}.",
         "",
     ]
-    lines += _by_model(runs, "Rows are the fastest late in the stream", lambda run: [
+    lines += _by_model(runs, "Reuse is the fastest late in the stream", lambda run: [
         f"{_margin(one)}{_beside(run, one)}" for one in verdicts(run, late=True) if _rows_win(one)
     ])  # fmt: skip
     return "\n".join([*lines, "", *_ratios(runs, late=True)])
@@ -162,7 +149,8 @@ def _beside(run: Run, one: Any) -> str:
 
 def _caution(runs: list[Run]) -> str:
     """What a reader must know of this state of the page; a line or none."""
-    pairs, found = len(MODELS) * len(STREAMS), len({(run["model"]["name"], run["stream"]["name"]) for run in runs})
+    wanted = {(model, stream) for model, streams in PAGES.items() for stream in streams}
+    pairs, found = len(wanted), len(wanted & {(run["model"]["name"], run["stream"]["name"]) for run in runs})
     busy = sum(_others(run) > BUSY for run in runs)
     said = [f"Only {found} of {pairs} pairs of a model and a stream were measured so far."] if found < pairs else []
     if busy:
@@ -207,46 +195,88 @@ def _quality(cell: Mapping[str, Any] | None) -> str:
     return f"{100 * quality['changed']:.1f} %{near}"
 
 
+def _judged(group: list[Run]) -> list[tuple[Run, Any]]:
+    """Runs and verdicts, a row of a table for each; those in which a peer wins come first."""
+    return sorted(((run, one) for run in group for one in verdicts(run)), key=lambda pair: not pair[1].peer_wins)
+
+
+def _table(head: str, rows: Iterable[Iterable[str]]) -> list[str]:
+    columns = head.count("|") + 1
+    return [f"| {head} |", f"|{columns * '---|'}", *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def _place(run: Run, one: Any) -> str:
+    return f"{run['stream']['name']}, {one.batch}"
+
+
+def _named(cell: Mapping[str, Any] | None, key: Callable[[Mapping[str, Any] | None], str]) -> str:
+    return "–" if cell is None else f"{title_of(cell)} {key(cell)}"
+
+
+def _late_too(cell: Mapping[str, Any] | None) -> str:
+    late = "" if cell is None or cell["late_speed"] is None else f", late {cell['late_speed']:.2f}"
+    return _speed(cell) + late
+
+
 def _speeds(group: list[Run]) -> str:
-    """A row for each stream and batch size."""
-    lines = [
-        "| stream | batch | best peer | its speed | its answers: changed | attmemo none | maps | changed | rows "
-        "| rows, late | changed | none int8 | changed | rows int8 | late | changed | cache "
-        "| faster, but changes more than the budget |",
-        f"|{18 * '---|'}",
-    ]
-    for run in group:
-        for one in verdicts(run):
-            none, maps, rows, none8, rows8, cache = (_cell(run, path, one.batch) for path in (*LINES,))
-            beyond = one.beyond
-            name = "–" if one.peer is None else title_of(one.peer)
-            cells = (
-                run["stream"]["name"], str(one.batch), f"**{name}**" if one.peer_wins else name, _speed(one.peer),
-                _quality(one.peer), _speed(none), _speed(maps), _quality(maps), _speed(rows),
-                _speed(rows, "late_speed"), _quality(rows), _speed(none8), _quality(none8), _speed(rows8),
-                _speed(rows8, "late_speed"), _quality(rows8),
-                "–" if cache is None else f"{title_of(cache)}: {_speed(cache)}",
-                "–" if beyond is None else f"{title_of(beyond)}: {_speed(beyond)} ({_quality(beyond)})",
-            )  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "Bold: the peer wins."]) + "\n"
+    """Two tables with a row for each stream and batch size."""
+    first, second = [], []
+    for run, one in _judged(group):
+        none, maps, rows, none8, rows8, cache = (_cell(run, path, one.batch) for path in LINES)
+        peer = _named(one.peer, _speed)
+        first.append((
+            _place(run, one), f"**{peer}**" if one.peer_wins else peer, _speed(none), _speed(none8), _late_too(rows),
+            _late_too(rows8),
+        ))  # fmt: skip
+        second.append((_place(run, one), _speed(maps), _named(cache, _speed), _named(one.beyond, _speed)))
+    return "\n".join([
+        "Speed:\n", *_table("stream, batch | best peer | exact | 8 bits | reuse | reuse, 8 bits", first),
+        "Speed of what is not attmemo's default, and of what changes more than the budget:\n",
+        *_table("stream, batch | reuse of maps | cache | faster, but changes too much", second),
+    ])  # fmt: skip
 
 
-def _paths(group: list[Run]) -> str:
-    """Set-up and memory of each path: medians over the streams."""
-    size = max(group[0]["batch"])
-    lines = [
-        f"Set-up and memory, medians over the streams; memory with batches of {size}:\n",
-        "| path | convert, s | load, s | memory, MiB |", "|---|---|---|---|",
-    ]  # fmt: skip
+def _qualities(group: list[Run]) -> str:
+    """Answers of the methods of `_speeds`."""
+    rows = []
+    for run, one in _judged(group):
+        none8, rows4, rows8, maps = (
+            _cell(run, path, one.batch) for path in ("none-int8", "rows", "rows-int8", "maps")
+        )
+        rows.append((_place(run, one), _quality(one.peer), *map(_quality, (none8, rows4, rows8, maps))))
+    head = "stream, batch | best peer | 8 bits | reuse | reuse, 8 bits | reuse of maps"
+    return "\n".join(["Answers, changed:\n", *_table(head, rows)])
+
+
+def _methods(group: list[Run]) -> str:
+    """Speed of every method, medians over the streams, and the most that it changed."""
+    sizes, rows = sorted({size for run in group for size in run["batch"]}), []
+    for path, route in PATHS.items():
+        cells = {size: [cell for run in group if (cell := _cell(run, path, size)) is not None] for size in sizes}
+        every = [cell for own in cells.values() for cell in own]
+        if not every:
+            continue
+        speeds = (f"{statistics.median(cell['speed'] for cell in own):.2f}" if own else "–" for own in cells.values())
+        worst = max(every, key=lambda cell: (cell["quality"]["changed"], -cell["quality"].get("cosine_p1", 0.0)))
+        rows.append((route.title, *speeds, _quality(worst)))
+    head = f"method | {' | '.join(f'batch {size}' for size in sizes)} | changed, at most"
+    return "\n".join(
+        ["Every method, median speed of the streams, texts in the order of arrival:\n", *_table(head, rows)]
+    )
+
+
+def _set_up(group: list[Run]) -> str:
+    """Set-up and memory of each method: medians over the streams."""
+    size, rows = max(group[0]["batch"]), []
     for path, route in PATHS.items():
         ready = [run["paths"][path] for run in group if "loading_s" in run["paths"].get(path, {})]
         cells = [cell for run in group if (cell := _cell(run, path, size)) is not None]
         if ready and cells:
             convert, load = (statistics.median(one[key] for one in ready) for key in ("converting_s", "loading_s"))
             memory = statistics.median(cell["memory"] for cell in cells) / (1 << 20)
-            lines.append(f"| {route.title} | {convert:.1f} | {load:.1f} | {memory:.0f} |")
-    return "\n".join(lines) + "\n"
+            rows.append((route.title, f"{convert:.1f}", f"{load:.1f}", f"{memory:.0f}"))
+    head = "method | convert, s | load, s | memory, MiB"
+    return "\n".join([f"Set-up, and memory with batches of {size}, medians:\n", *_table(head, rows)])
 
 
 def _failures(runs: Iterable[Run]) -> str:
@@ -270,45 +300,47 @@ def _failures(runs: Iterable[Run]) -> str:
 
 def _conditions(runs: list[Run]) -> str:
     """Machine, versions, and what each pair was measured on."""
-    lines = ["## Conditions\n"]
-    told = dict.fromkeys(_machine(run["conditions"]) for run in runs)
-    lines += [f"* {one}" for one in told]
+    machines: dict[str, int] = defaultdict(int)
+    for run in runs:
+        for found in (run["conditions"], *run.get("joined", [])):
+            machines[_machine(found)] += 1
+    lines = ["## Conditions\n", *(f"* {counted(count, 'run')}: {one}" for one, count in machines.items())]
     lines += [
         "", "*Other work*: the share of all processors that other programs took while cells were measured. "
-        "*Guard*: its state at the end, with the largest batches; while it learns, it serves little. *Version*: the "
-        "commit of attmemo, where it was kept.", "",
-        "| model | stream | float type | texts | answered by all | tokens, mean | duplicates | other work | guard "
-        "| version |", f"|{10 * '---|'}",
+        "*Guard*: its state at the end, with the largest batches; while it learns, it serves little.", "",
     ]  # fmt: skip
+    rows = []
     for run in runs:
-        stream, rows = run["stream"], _cell(run, "rows", max(run["batch"]))
-        guard = rows["counts"].get("guard", {}).get("state", "–") if rows else "–"
-        cells = (
-            run["model"]["name"], stream["name"], run["model"]["dtype"], f"{stream['texts']:,}",
-            f"{stream['asked_of_all']:,}", f"{stream['tokens_mean']:.0f}", f"{100 * stream['duplicates']:.0f} %",
-            f"{100 * _others(run):.0f} %", guard, run["conditions"].get("version", "–"),
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        stream, reused = run["stream"], _cell(run, "rows", max(run["batch"]))
+        rows.append((
+            f"{run['model']['name']}, {run['model']['dtype']}, {stream['name']}",
+            f"{stream['texts']:,}, {stream['asked_of_all']:,}", f"{stream['tokens_mean']:.0f}",
+            f"{100 * stream['duplicates']:.0f} %", f"{100 * _others(run):.0f} %",
+            reused["counts"].get("guard", {}).get("state", "–") if reused else "–",
+        ))  # fmt: skip
+    head = "model, type, stream | texts, answered by all | tokens, mean | duplicates | other work | guard"
+    return "\n".join([*lines, *_table(head, rows)])
 
 
 def _machine(found: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in found["packages"].items())
+    commit = f"commit {found['version']}" if "version" in found else "commit not recorded"
     return (
-        f"{found['cpu']} ({', '.join(found['features'])}), {found['cores']} cores, {found['threads']} threads, "
+        f"{commit}{', ' + found['date'] if 'date' in found else ''}; {found['cpu']} "
+        f"({', '.join(found['features'])}), {found['cores']} cores, {found['threads']} threads, "
         f"Python {found['python']}; {packages}"
     )
 
 
 LINES = {
-    "none": ("attmemo none", "s"), "maps": ("attmemo maps", "v"), "rows": ("attmemo rows", "o"),
-    "none-int8": ("attmemo none, int8 layers", "P"), "rows-int8": ("attmemo rows, int8 layers", "*"),
+    "none": ("attmemo exact", "s"), "maps": ("attmemo reuse of maps", "v"), "rows": ("attmemo reuse", "o"),
+    "none-int8": ("attmemo 8 bits", "P"), "rows-int8": ("attmemo reuse, 8 bits", "*"),
     CACHE: ("cache of exact duplicates", "D"),
 }  # fmt: skip
 
 
 def draw(found: Mapping[str, Any]) -> bytes:
-    """A panel for each model and batch size: the best peer and the paths of attmemo on each stream. A PNG."""
+    """A panel for each model and batch size: the best peer and the methods of attmemo on each stream. A PNG."""
     groups = _groups(run for run in found["runs"] if "failed" not in run)
     sizes = sorted({size for group in groups.values() for run in group for size in run["batch"]})
     streams = list(dict.fromkeys(run["stream"]["name"] for group in groups.values() for run in group))
@@ -319,7 +351,7 @@ def draw(found: Mapping[str, Any]) -> bytes:
             for axes, size in zip(row, sizes, strict=True):
                 _panel(axes, group, size, streams)
                 axes.set_title(f"{title if size == sizes[0] else ''}\nbatches of {size}", fontsize=9)
-            row[0].set_ylabel("speed, stock = 1")
+            row[0].set_ylabel("speed, original model = 1")
             row[0].set_ylim(0.0, 1.05 * max(axes.dataLim.ymax for axes in row))
         handles, labels = grid[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=6)
@@ -338,7 +370,7 @@ def _panel(axes: Any, group: list[Run], size: int, streams: list[str]) -> None:
             cell = _cell(run, path, size)
             if cell is not None:
                 values[name] = cell["speed"]
-    axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1, label="stock")
+    axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1, label="original model")
     places = np.arange(len(streams))
     axes.bar(places, list(best.values()), 0.62, color=ORANGE, alpha=0.55, label="best peer within the budget")
     for shift, (path, (label, mark)) in zip(np.linspace(-0.28, 0.28, len(LINES)), LINES.items(), strict=True):

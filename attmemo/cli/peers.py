@@ -41,15 +41,16 @@ def peers(
     )] = _SIZES,
     lines: Annotated[int, options.count("Read at most this many texts.", 10)] = 2000,
     sample: Annotated[int, options.count(
-        "Texts that every path answers, in windows over the stream; attmemo rows answers all texts."
+        "Texts that every path answers, in windows over the stream; attmemo reuse answers all texts."
     )] = 384,
     dtype: options.LoadedIn = "float32",
     budget: options.Budget = 0.01,
     max_length: options.MaxLength = None,
     paths: Annotated[Any, typer.Option(
         metavar="NAME,NAME,…", parser=parse_names, show_default=False,
-        help="Only these: stock, compile, openvino-f32, openvino-bf16, openvino-int8, onnx, onnx-int8, none, maps, "
-        "rows, none-int8, rows-int8, cache.  [default: all that are installed]",
+        help="Only these: stock, compile, openvino-f32, openvino-bf16, openvino-int8, onnx, onnx-int8, llama-f16, "
+        "llama-q8, vllm, genai, fastembed, model2vec, none, maps, rows, none-int8, rows-int8, cache.  "
+        "[default: all that are installed]",
     )] = None,
     database: Annotated[Path | None, typer.Option(
         metavar="DB", help="A trained and tuned database of maps of this model; without one, maps are left out."
@@ -64,9 +65,9 @@ def peers(
 ) -> None:  # fmt: skip
     """Time every way to the same answers, on your model and texts.
 
-    The original model (stock), torch.compile, OpenVINO and ONNX Runtime where they are installed, attmemo, and a
-    cache of exact duplicates: time, quality, memory and set-up in one run. Takes minutes. The first fifth of the texts
-    prepares 8-bit forms; all others are asked.
+    The original model (stock), other runtimes where they are installed, attmemo, and a cache of exact duplicates:
+    time, quality, memory and set-up in one run. Takes minutes. The first fifth of the texts prepares 8-bit forms; all
+    others are asked.
 
     \b
     attmemo bench peers MODEL today.log
@@ -148,7 +149,7 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{found['model']['dtype']}, {threads}. {stream['texts']:,} texts of "
         f"{stream['name']} with {stream['tokens_mean']:.0f} tokens on average, {100 * stream['duplicates']:.0f} % "
-        f"exact duplicates; every path answered {stream['asked_of_all']:,}, attmemo rows answered all. Other work "
+        f"exact duplicates; every path answered {stream['asked_of_all']:,}, attmemo reuse answered all. Other work "
         f"took {100 * max(run['others'] for run in runs):.0f} % of the processors at most."
     )
     yield (
@@ -159,4 +160,4 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
     for cell in found["cells"]:
         guard = cell.get("counts", {}).get("guard")
         if guard and cell["batch"] == found["batch"][-1]:
-            yield f"The guard of attmemo rows at batch {cell['batch']}: {guard['says']}."
+            yield f"The guard of attmemo reuse at batch {cell['batch']}: {guard['says']}."

@@ -28,7 +28,7 @@ class CellOptions:
     batch: tuple[int, ...] = (1, 8, 32)  # texts that come at once; each gives a cell for every path
     lines: int = 2000  # that are read
     sample: int = 384  # texts that every path answers; they lie in windows spread over the stream
-    paths: tuple[str, ...] | None = None  # names of `PATHS`; None: all. The stock model is always one of them
+    paths: tuple[str, ...] | None = None  # names of `PATHS`; None: all. The original model is always one of them
     dtype: str = "float32"  # of the model
     max_length: int | None = None  # tokens of a text at most
     budget: float = 0.01  # share of the answers that rows may change
@@ -51,7 +51,7 @@ def measure(
     Raises
     ------
     AttmemoError
-        A path has no such name, or the stock model fails.
+        A path has no such name, or the original model fails.
     DataError, UnsupportedModelError
         There are too few texts; the model gives next tokens.
     """
@@ -73,6 +73,7 @@ def measure(
         order = Order(
             model, options.dtype, loaded.pooling, torch.get_num_threads(), Path(folder),
             stream.first[: options.calibration], sizes, options.budget, options.database, modules,
+            loaded.kind, length,
         )  # fmt: skip
         with Processes(order) as processes:
             found = Table(processes, loaded.kind, stream, names, tell).result()

