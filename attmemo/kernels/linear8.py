@@ -55,13 +55,8 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def linear8_in_torch(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none",
-    add: Tensor | None = None, gated: bool = False,
-) -> Tensor:  # fmt: skip
-    """The same layer in torch, in the type of `x`: slow, and equal but for the rounding of float32."""
-    weight, bias = stacked(weights, biases)
-    codes, scales = rounded(weight)
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes less their zero point ``[N, in]``, and scales ``[N, 1]``: float32; NaN where a row is not finite."""
     row = x.float()
     finite = row.isfinite().all(1, keepdim=True)
     row = torch.where(finite, row, 0)
@@ -71,8 +66,18 @@ def linear8_in_torch(
     inverse = 1 / scale
     zero = (-low * inverse).round()
     coded = ((row * inverse).round() + zero).clamp_max(255)
-    sums = F.linear((coded - zero).double(), codes.double())
-    line = sums.float() * (torch.where(finite, scale, torch.nan) * scales)
+    return coded - zero, torch.where(finite, scale, torch.nan)
+
+
+def linear8_in_torch(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none",
+    add: Tensor | None = None, gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """The same layer in torch, in the type of `x`: slow, and equal but for the rounding of float32."""
+    weight, bias = stacked(weights, biases)
+    codes, scales = rounded(weight)
+    coded, scale = rounded_rows(x)
+    line = F.linear(coded.double(), codes.double()).float() * (scale * scales)
     if bias is not None:
         line += bias.float()
     if gated:

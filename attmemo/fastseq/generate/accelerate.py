@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 
 from attmemo.errors import UnsupportedModelError
-from attmemo.fastseq.generate.decoders import PackedDecoder, Weights, packed_decoder
+from attmemo.fastseq.generate.decoders import PackedDecoder, packed_decoder
 from attmemo.fastseq.generate.fastmodel import FastModel, self_test, wrap
 from attmemo.fastseq.generate.refusal import Refusal
+from attmemo.fastseq.generate.vocabulary import Weights
 
 _log = logging.getLogger("attmemo.fastseq")
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,7 +28,8 @@ def accelerate(
 ) -> FastModel:
     """As `wrap`, with the decoder's layers packed for few rows, and all layers of a step in one native call.
 
-    Packed weights are kept beside those of the model, which stays as it is; later changes of its weights are not seen.
+    Packed weights are kept beside those of the model, which stays as it is. Accelerate it again when its weights have
+    changed.
 
     Parameters
     ----------

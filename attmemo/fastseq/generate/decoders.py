@@ -8,23 +8,19 @@ in the encoder or for a prompt, stays its own code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attmemo.fastseq.generate.refusal import Refusal
-from attmemo.kernels.decoder import FEWEST, Block, DecoderStack
+from attmemo.fastseq.generate.vocabulary import LINEAR, Linears, Vocabulary, Weights, kind_of, move_to_slab
+from attmemo.kernels.decoder import Block, DecoderStack
 from attmemo.kernels.linear8 import Linear8
-from attmemo.kernels.linear16 import Linear16
-from attmemo.kernels.linear32 import Linear32
 from attmemo.kernels.norms import Norm, norm_of
 from attmemo.kernels.packed_weights import MOST_INPUTS, Panels
-from attmemo.kernels.pages import Slab
-
-Weights = Literal["int8"] | None
 
 _ACTIVATIONS = {
     "relu": "relu",
@@ -37,32 +33,8 @@ _ACTIVATIONS = {
 _BEHIND = {"bart", "marian"}  # norms stand behind the sums
 _BEFORE = {"mbart", "pegasus"}
 _TURNED = {"llama", "qwen2", "qwen3"}
-_LINEAR = ("Linear", "Conv1D")
 _LAYERS = ("qkv", "out", "up", "down", "cross_q", "cross_out")
 _STATIC_ROPES = {"default", "linear", "llama3"}  # angles depend on the position alone
-
-
-@dataclass(frozen=True)
-class Linears:
-    """Linear layers that are computed together: weights `[out, in]` and biases of each."""
-
-    weights: list[Tensor]
-    biases: list[Tensor | None]
-    modules: tuple[nn.Module, ...]
-
-    @classmethod
-    def of(cls, *modules: nn.Module) -> Linears:
-        """From `nn.Linear`, or GPT-2's `Conv1D`. Refusal: it is another module, or its weights are no plain ones."""
-        weights, biases = [], []
-        for module in modules:
-            name = type(module).__name__
-            weight: Any = getattr(module, "weight", None)
-            if name not in _LINEAR or type(weight) is not nn.Parameter or weight.device.type != "cpu":
-                raise Refusal(f"a decoder with a layer of {name} on {getattr(weight, 'device', None)}")
-            weights.append(weight.detach().t().contiguous() if name == "Conv1D" else weight.detach())
-            bias: Any = module.bias
-            biases.append(None if bias is None else bias.detach())
-        return cls(weights, biases, modules)
 
 
 @dataclass(frozen=True)
@@ -141,7 +113,7 @@ class PackedDecoder:
     def __init__(self, description: Description, dtype: torch.dtype, weights: Weights) -> None:
         self.description, self.dtype, self.weights = description, dtype, weights
         self.stand_ins: dict[int, nn.Module] = {}
-        kind = _kind(dtype, weights)
+        kind = kind_of(dtype, weights)
 
         def packed(linears: Linears | None, activation: str = "none", gated: bool = False) -> Any:
             if linears is None:
@@ -163,22 +135,17 @@ class PackedDecoder:
             blocks, description.heads, description.key_heads, description.width, scale=description.scale,
             turned=description.angles is not None, last=description.last,
         )  # fmt: skip
-        head = description.head
-        # In 8 bits, logits are float32: they are not rounded once more.
-        self._wide = weights == "int8"
-        self._few = "vnni16" if self._wide and "vnni16" in Linear8.instruction_sets() else ""
-        if self._wide:
-            head = replace(head, weights=[part.float() for part in head.weights])
-        self.head: Panels = _kind(torch.float32 if self._wide else dtype, weights).of(head.weights, head.biases)
-        move_to_slab([self.head])
-        self.nbytes = self.stack.nbytes + self.head.nbytes
-        if self._wide:
-            self.stand_ins[id(head.modules[0])] = PackedLinear(self.head)
+        self.vocabulary = Vocabulary(
+            description.head, dtype, weights, scale=description.head_scale, bias=description.head_bias
+        )
+        self.nbytes = self.stack.nbytes + self.vocabulary.nbytes
+        if weights is not None:
+            self.stand_ins[id(description.head.modules[0])] = PackedLinear(self.vocabulary.panels)
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that each step reads."""
-        return self.stack.nbytes + self.head.nbytes
+        """Bytes of weights that a step reads that wants all logits."""
+        return self.stack.nbytes + self.vocabulary.panels.nbytes
 
     def stand_for(self, model: nn.Module) -> None:
         """Round the model's other linear layers to 8 bits too: those of its encoder, or that read a prompt.
@@ -191,7 +158,7 @@ class PackedDecoder:
             parts = [getattr(block, name) for block in description.blocks for name in _LAYERS]
             run_here = {id(module) for linears in parts if linears is not None for module in linears.modules}
         for module in model.modules():
-            if id(module) in self.stand_ins or id(module) in run_here or type(module).__name__ not in _LINEAR:
+            if id(module) in self.stand_ins or id(module) in run_here or type(module).__name__ not in LINEAR:
                 continue
             linears = Linears.of(module)
             layer = Linear8.of(linears.weights, linears.biases)
@@ -202,35 +169,13 @@ class PackedDecoder:
         """What runs in the place of a module of the model: itself, unless it is rounded."""
         return self.stand_ins.get(id(module), module)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, V]` float32, of hidden states `[R, hidden]`."""
-        if self.description.head_scale != 1.0:
-            hidden = hidden * self.description.head_scale
-        isa = self._few if len(hidden) <= FEWEST else ""
-        found = self.head(hidden.float() if self._wide else hidden, isa=isa)
-        bias = self.description.head_bias
-        return (found if bias is None else found + bias).float()
-
-
-def move_to_slab(layers: list[Panels]) -> None:
-    """Keep the weights of layers in huge pages, where there are any: they are read whole at every step."""
-    slab = Slab(sum(layer.slab_bytes for layer in layers))
-    for layer in layers:
-        layer.move(slab)
-
-
-def _kind(dtype: torch.dtype, weights: Weights) -> type[Panels]:
-    if weights == "int8":
-        return Linear8
-    return Linear32 if dtype == torch.float32 else Linear16
-
 
 def why_not_packed(dtype: torch.dtype, weights: Weights) -> str | None:
     """Why this processor has no kernels for such layers that would pay, or None."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"there are no kernels for {dtype}"
     if weights is None:
-        sets = _kind(dtype, weights).instruction_sets()
+        sets = kind_of(dtype, weights).instruction_sets()
         if not sets or sets[0] == "generic":
             return "the processor has no instructions that kernels were made for"
     return None

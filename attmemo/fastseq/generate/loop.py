@@ -60,6 +60,21 @@ _ROWWISE = {
     )
     if hasattr(stock, name)
 }
+_BANNING = {NoEndYet} | {
+    getattr(stock, name)
+    for name in (
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+    )
+    if hasattr(stock, name)
+}
 _CRITERIA = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria}
 
 
@@ -276,6 +291,7 @@ def _sample(
     places = list(range(rows))
     gone: dict[int, Tensor] = {}
     stepper = make_stepper(model, state, input_ids, rows_each, config.max_length - input_ids.shape[1], model_kwargs)
+    stepper.wants_greatest = not config.do_sample and not recorder.records and all(map(_only_bans, logits_processor))
     logits = stepper.first(input_ids)
     while True:
         scores = logits_processor(input_ids, logits)
@@ -283,7 +299,7 @@ def _sample(
         if config.do_sample:
             tokens = torch.multinomial(F.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
-            tokens = torch.argmax(scores, dim=-1)
+            tokens = stepper.greatest(scores)
         if has_eos:
             tokens = tokens * unfinished + pad * (1 - unfinished)
         input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
@@ -367,6 +383,11 @@ def _follows_rows(processor: object) -> bool:
         or hasattr(processor, "select_rows")
         or type(processor).__module__ == "attmemo.fastseq.generate.ngram"
     )
+
+
+def _only_bans(processor: object) -> bool:
+    """Whether all it does is to set some scores to minus infinity, whatever the scores are."""
+    return type(processor) in _BANNING or type(processor).__module__ == "attmemo.fastseq.generate.ngram"
 
 
 def _select_sources(processors: Any, keep: Tensor) -> None:

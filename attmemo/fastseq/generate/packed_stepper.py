@@ -19,6 +19,7 @@ from torch import Tensor
 from attmemo.fastseq.generate.call_state import CallState
 from attmemo.fastseq.generate.decoders import PackedDecoder
 from attmemo.fastseq.generate.stepper import Stepper
+from attmemo.fastseq.generate.vocabulary import Rough
 from attmemo.kernels.decoder import OwnKeys, SharedKeys
 
 
@@ -60,6 +61,8 @@ class PackedStepper:
         description = packed.description
         self.angles = None if description.angles is None else description.angles(span + 1)
         self.bias = None if description.bias is None else description.bias(span + 1)
+        self.wants_greatest = False
+        self._rough: Rough | None = None
 
     def first(self, input_ids: Tensor) -> Tensor:
         """Logits `[R, V]` after the prompt, which is read at B rows."""
@@ -76,6 +79,22 @@ class PackedStepper:
     def next(self, input_ids: Tensor) -> Tensor:
         """Logits `[R, V]` after `[R, n]`, of which all but the last column are in the cache."""
         return self._step(input_ids[:, -1], self.rows_each)
+
+    def greatest(self, scores: Tensor) -> Tensor:
+        """Of scores of the last step the words with the greatest `[R]`.
+
+        With `wants_greatest`, a step may return rough logits, of which the caller may only set some to minus infinity.
+        """
+        if self._rough is None:
+            return scores.argmax(-1)
+        rough, self._rough = self._rough, None
+        words = self.packed.vocabulary.greatest(rough, scores)
+        if words is None:
+            self.wants_greatest = False  # such weights or such texts: it would be so again
+            exact = self.packed.vocabulary.logits(rough.hidden)
+            return exact.masked_fill_(scores == -torch.inf, -torch.inf).argmax(-1)
+        self.state.counts["rough_steps"] += 1
+        return words
 
     def move(self, source: Tensor) -> None:
         """Row i goes on as a copy of row `source[i]`; `[R]` of integers."""
@@ -107,7 +126,8 @@ class PackedStepper:
         self.positions += 1
         self.state.counts["steps"] += 1
         self.state.counts["packed_steps"] += 1
-        return self.packed.logits(hidden)
+        self._rough = self.packed.vocabulary.rough(hidden) if self.wants_greatest else None
+        return self.packed.vocabulary.logits(hidden) if self._rough is None else self._rough.logits
 
     def _places(self) -> npt.NDArray[np.int32] | None:
         return None if self.angles is None else self.positions.numpy().astype(np.int32)

@@ -76,6 +76,7 @@ class Stepper:
         room += input_ids.shape[1] if self.encoder_decoder else 0
         length = state.encoder_outputs.last_hidden_state.shape[1] if self.encoder_decoder else input_ids.shape[1]
         state.mode = self._choose(room, length)
+        self.wants_greatest = False  # a `PackedStepper` may compute less then
         mask = self.kwargs.get("attention_mask")
         careful = self.encoder_decoder or state.mode == "el"  # a decoder's beams see their own tokens at least
         if careful and mask is not None and not bool(mask.bool().any(dim=-1).all()):
@@ -130,6 +131,10 @@ class Stepper:
     def next(self, input_ids: Tensor) -> Tensor:
         """Logits `[R, V]` after `[R, n]`, of which all but the last column are in the cache."""
         return self._forward(input_ids, 1, self.kwargs, first=False)
+
+    def greatest(self, scores: Tensor) -> Tensor:
+        """Of scores of the last step the words with the greatest `[R]`."""
+        return scores.argmax(-1)
 
     def move(self, source: Tensor) -> None:
         """Row i goes on as a copy of row `source[i]`; `[R]` of integers."""
