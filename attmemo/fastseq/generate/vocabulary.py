@@ -9,8 +9,11 @@ for what both parts stand for, and w' for a rounded column,
 
     |x w - x' w'|  <=  |x - x'| |w| + |x'| |w - w'|
 
-Lengths of w and w - w' are known from the start. Sums in float32, and logits rounded to bfloat16, add a part of
-|x| |w|. A bias is a column's last weight. The bound holds for any weights; how many words it leaves depends on them.
+Lengths of w and w - w' are known from the start. Sums in float32 add a part of |x| |w|. A bias is a column's last
+weight. The bound holds for any weights; how many words it leaves depends on them. CPU ms of a step, greedy, one row,
+one thread: BART-large 56.8 in place of 63.8, T5-base 31.1 in place of 36.0.
+
+ROAD NOT TAKEN.  In bfloat16, whose weights are half as large, a step of BART-large took as long (33.9 and 33.4 ms).
 
 Beams and sampling divide by the sum over all words, so they take all logits: a rough sum would move scores.
 """
@@ -102,9 +105,10 @@ class Vocabulary:
         self.panels = self._packed()
         (weight,) = head.weights
         self._rough: Linear8 | None = None
-        if weights is None and weight.numel() >= _LEAST and Linear8.instruction_sets()[0] != "generic":
-            self._rough = Linear8.of([weight.float()], [None])
-            biases = [part.float() for part in (*head.biases, bias) if part is not None]
+        plain = (dtype, weights) == (torch.float32, None)
+        if plain and weight.numel() >= _LEAST and Linear8.instruction_sets()[0] != "generic":
+            self._rough = Linear8.of([weight], [None])
+            biases = [part for part in (*head.biases, bias) if part is not None]
             self._added = torch.stack(biases).sum(0) if biases else None
             self._lengths = _lengths(weight)
             for part in biases:
@@ -125,20 +129,20 @@ class Vocabulary:
         """As `logits`, in 8 bits; None where that does not pay."""
         if self._rough is None or len(hidden) > MOST_ROWS:
             return None
-        wide = (hidden * self._scale).float()
+        wide = hidden * self._scale
         codes, scales = rounded_rows(wide)
         rest = wide - codes * scales
         rest_codes, rest_scales = rounded_rows(rest)
         left = rest - rest_codes * rest_scales
         # The kernel may round a number that is between two codes, or at the end of the codes, to the other one.
-        between = ((wide / scales - codes).abs() > 0.499).sum(1, keepdim=True).sqrt() * scales
+        unsure = ((wide / scales - codes).abs() > 0.499) | (codes >= codes.amax(1, keepdim=True))
+        other_code = unsure.sum(1, keepdim=True).sqrt() * scales + wide.shape[1] ** 0.5 * rest_scales
         both = torch.cat((wide, rest))
         one, other = self._rough(both, isa=self._few if len(both) <= FEWEST else "").chunk(2)
         logits = one + other if self._added is None else one + other + self._added
         length = wide.norm(dim=1, keepdim=True) + (0 if self._added is None else 1)
-        inexact = left.norm(dim=1, keepdim=True) + between
-        part = wide.shape[1] * 2.0**-22 + (2.0**-8 if self._dtype == torch.bfloat16 else 0)
-        ways = torch.cat((inexact + part * length, length + inexact), 1)
+        inexact = left.norm(dim=1, keepdim=True) + other_code
+        ways = torch.cat((inexact + wide.shape[1] * 2.0**-22 * length, length + inexact), 1)
         return Rough(logits, ways @ self._lengths, hidden)
 
     def greatest(self, rough: Rough, scores: Tensor) -> Tensor | None:
@@ -172,9 +176,8 @@ def _lengths(weight: Tensor) -> Tensor:
     """Of a weight's columns, and of what rounding them to 8 bits changes: ``[2, out]``, not too short."""
     found = []
     for part in torch.split(weight, max(1, _AT_ONCE // weight.shape[1])):
-        wide = part.float()
-        codes, scales = rounded(wide)
-        found.append(torch.stack((wide.norm(dim=1), (wide - codes * scales[:, None]).norm(dim=1))))
+        codes, scales = rounded(part)
+        found.append(torch.stack((part.norm(dim=1), (part - codes * scales[:, None]).norm(dim=1))))
     return torch.cat(found, 1) * 1.0001
 
 
