@@ -44,12 +44,16 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -124,13 +128,33 @@ def gpt2(width: int, layers: int, heads: int, vocabulary: int, positions: int) -
     )
 
 
+def qwen3(width: int, layers: int, heads: int, key_heads: int, head: int, middle: int, vocabulary: int) -> Any:
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_heads,
+            head_dim=head,
+            intermediate_size=middle,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            pad_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "bart-large": lambda: bart(1024, 12, 16, 50265, 1026),
     "t5-base": lambda: t5(768, 12, 12, 32128),
     "gpt2-medium": lambda: gpt2(1024, 24, 16, 50257, 1280),
+    "qwen3-0.6b": lambda: qwen3(1024, 28, 16, 8, 128, 3072, 151936),
     "tiny": lambda: bart(32, 2, 4, 200, 130),
     "tiny-t5": lambda: t5(32, 2, 4, 200),
     "tiny-gpt2": lambda: gpt2(32, 2, 4, 200, 256),
+    "tiny-qwen3": lambda: qwen3(32, 2, 4, 2, 16, 64, 200),
 }
 
 
@@ -336,9 +360,7 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine, dtype, weights = TYPES[options.one]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
-    kind = BartForConditionalGeneration if config.model_type == "bart" else (
-        T5ForConditionalGeneration if config.model_type == "t5" else GPT2LMHeadModel
-    )  # fmt: skip
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model: Any = None
     found: dict[str, Any] = {"packed_bytes": None}
     if engine != "ctranslate2":

@@ -245,6 +245,8 @@ class FastModel:
                 return reason
         if setting("use_cache") is False:
             return "use_cache=False"
+        if kwargs.get("use_cache") and setting("return_dict_in_generate"):
+            return "the cache is to be returned"  # it is held in another way here
         if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self._model):
             return "weights that are sharded (ZeRO-3, FSDP)"
         if kwargs.get("inputs_embeds") is not None and not self._model.config.is_encoder_decoder:
