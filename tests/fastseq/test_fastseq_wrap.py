@@ -340,6 +340,7 @@ def test_processors_and_criteria_of_the_user_see_what_stock_shows_them(models: P
     [
         ({"use_cache": False}, "use_cache=False"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states"),
+        ({"return_dict_in_generate": True, "use_cache": True}, "the cache is to be returned"),
         ({"cache_implementation": "static", "num_beams": 1}, "cache_implementation"),
         ({"prompt_lookup_num_tokens": 3, "num_beams": 1}, "assisted"),
     ],
