@@ -1,0 +1,114 @@
+"""Compare what types of `fastseq` write with what float32 writes, on trained weights: docs/fastseq-types.{json,md}.
+
+python scripts/quality_fastseq.py ../shared/data
+
+Two trained models. A small BART, trained here for some minutes by `train_tiny_bart.py`, restores sentences in which
+words are left out; ROUGE and BLEU are those against the sentences. stories260K, a Llama, goes on with the beginnings
+of sentences of WMT; there is no reference, so ROUGE is that against the text of float32. Both are narrow, so rounding
+moves them more than it moves large models. CTranslate2 runs where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import torch
+from bench_fastseq import TYPES, Peer, conditions, table_of_types
+from convert_stories import convert
+from train_tiny_bart import train
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from attmemo import fastseq
+from attmemo.fastseq.pipeline.metrics import score
+
+NAMES = ("stock float32", "float32", "bfloat16", "int8", "bfloat16, int8", "CTranslate2 float32", "CTranslate2 int8")
+SEARCHES = {"greedy": 1, "4 beams": 4}
+
+
+def masked(lines: list[str], tokenizer: Any, share: float = 0.15) -> list[str]:
+    """Lines with some of their pieces left out, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for line in lines:
+        ids = torch.tensor(tokenizer(line, add_special_tokens=False)["input_ids"][:60])
+        ids[torch.rand(len(ids), generator=generator) < share] = tokenizer.mask_token_id
+        found.append(tokenizer.decode(ids.tolist()))
+    return found
+
+
+def write(folder: Path, name: str, lines: list[str], new: int, beams: int, batch: int) -> list[str]:
+    """What one type makes of lines."""
+    engine, dtype, weights = TYPES[name]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if engine == "ctranslate2":
+        peer = Peer(folder, new, beams, batch, 1, dtype, 0)
+        peer.settings |= {"min_decoding_length": 1} if peer.encoder_decoder else {"min_length": 1}
+        return peer(lines)
+    kind = AutoModelForSeq2SeqLM if (folder / "seq2seq").exists() else AutoModelForCausalLM
+    model: Any = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    if engine == "fastseq":
+        model = fastseq.accelerate(model, weights=weights)
+    texts: list[str] = []
+    for first in range(0, len(lines), batch):
+        given = tokenizer(lines[first : first + batch], return_tensors="pt", padding=True, return_token_type_ids=False)
+        prompt = 0 if model.config.is_encoder_decoder else given["input_ids"].shape[1]
+        tokens = model.generate(**given, num_beams=beams, max_new_tokens=new, do_sample=False)[:, prompt:]
+        texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return texts
+
+
+def compare(task: str, folder: Path, lines: list[str], references: list[str] | None, new: int) -> list[dict[str, Any]]:
+    """A row for each search and type."""
+    rows = []
+    for search, beams in SEARCHES.items():
+        expected: list[str] = []
+        for name in NAMES:
+            try:
+                texts = write(folder, name, lines, new, beams, 25)
+            except ImportError:
+                continue
+            expected = expected or texts
+            ruler = references or expected
+            row: dict[str, Any] = {"task": task, "search": search, "type": name, "lines": len(lines)}
+            row["equal"] = sum(one == other for one, other in zip(texts, expected, strict=True))
+            row["scores"] = score("rouge", texts, ruler) | score("bleu", texts, ruler)
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Train, write texts, compare; the rest of the record is kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--lines", type=int, default=400)
+    parser.add_argument("--output", type=Path, default=Path("docs/fastseq-types"), help="without an ending")
+    options = parser.parse_args()
+    options.device, options.dtype, options.rounds = "cpu", "several", 1
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "bart")
+        model, tokenizer, sentences = train(options.data / "wmt16_enro", options.steps, held_out=options.lines)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "seq2seq").touch()
+        holes = masked(sentences, tokenizer)
+        rows = compare("restore sentences", folder, holes, sentences, 80)
+        folder = Path(place, "stories")
+        convert(options.data / "weights_stories260K", folder)
+        beginnings = [" ".join(line.split()[:6]) for line in sentences[: options.lines // 4]]
+        rows += compare("continue sentences", folder, beginnings, None, 60)
+    record = json.loads(options.output.with_suffix(".json").read_text())
+    record["quality"] = {"conditions": conditions(options), "steps": options.steps, "rows": rows}
+    options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    options.output.with_suffix(".md").write_text(table_of_types(record))
+
+
+if __name__ == "__main__":
+    main()
