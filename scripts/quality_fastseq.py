@@ -95,6 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "bart")
         model, tokenizer, sentences = train(options.data / "wmt16_enro", options.steps, held_out=options.lines)
+        model.config.normalize_before = False  # CTranslate2 asks for it
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "seq2seq").touch()
