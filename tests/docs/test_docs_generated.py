@@ -45,6 +45,10 @@ def test_the_page_of_types_is_that_of_its_json(script: Scripts) -> None:
     assert page("fastseq-types.md") == script("bench_fastseq").table_of_types(measured("fastseq-types.json"))
 
 
+def test_the_page_of_transformers_tests_is_that_of_its_json(script: Scripts) -> None:
+    assert page("fastseq-upstream.md") == script("transformers_tests").table(measured("fastseq-upstream.json"))
+
+
 @pytest.mark.parametrize(("name", "tables"), [("decoder", "tables"), ("pruned", "table")])
 def test_the_tables_of_the_studies_are_those_of_their_json(name: str, tables: str, script: Scripts) -> None:
     marked, study = script("marked"), script(f"study_{name}")
