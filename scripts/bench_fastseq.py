@@ -495,8 +495,8 @@ def table_of_types(record: dict[str, Any]) -> str:
         "",
         "Where the load is above the number of cores, the machine was busy with other work: CPU seconds say more "
         "then, and ratios\nare those of CPU seconds. The floor is the time in which the decoder's packed weights are "
-        "read once, as each step does,\nat the best rate at which torch summed 256 MiB in the same runs; it is left out "
-        "where it is above what a token took.",
+        "read once, as each step does,\nat the best rate at which torch summed 256 MiB in the same runs; it is left "
+        "out where it is above what a token took.",
     ]
     for row in rows:
         first = next(iter(row["cpu_seconds"].values()))

@@ -45,12 +45,13 @@ def masked(lines: list[str], tokenizer: Any, share: float = 0.15) -> list[str]:
 def write(folder: Path, name: str, lines: list[str], new: int, beams: int, batch: int) -> list[str]:
     """What one type makes of lines."""
     engine, dtype, weights = TYPES[name]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    seq2seq = (folder / "seq2seq").exists()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right" if seq2seq else "left")
     if engine == "ctranslate2":
         peer = Peer(folder, new, beams, batch, 1, dtype, 0)
         peer.settings |= {"min_decoding_length": 1} if peer.encoder_decoder else {"min_length": 1}
         return peer(lines)
-    kind = AutoModelForSeq2SeqLM if (folder / "seq2seq").exists() else AutoModelForCausalLM
+    kind = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
     model: Any = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     if engine == "fastseq":
         model = fastseq.accelerate(model, weights=weights)
