@@ -62,7 +62,7 @@ class TestOneArgument:
             ({"budget": "1%"}, "budget must be a number from 0 on and below 1; got '1%'", "budget=0.01"),
             ({"confidence": None, "budget": 0.01}, "confidence must be a number between 0 and 1", "confidence=0.95"),
             ({"min_cosine": 2}, r"min_cosine must be a number in \[-1, 1\]", "min_cosine=0.98"),
-            ({"answer": "best"}, "answer must be one of auto, class, mean, cls, a function, or a class", "a function"),
+            ({"answer": "best"}, "answer must be one of auto, class, spans, score, mean, cls", "a function"),
             ({"near": "1"}, "near must be a whole number of tokens", "near=1"),
             ({"most_moved": -1}, "most_moved must be a whole number of tokens", "most_moved=1"),
             ({"threshold": "high", "reuse": "rows", "budget": 0.1}, "a threshold is one share of", "threshold=0.5"),

@@ -39,8 +39,8 @@ def test_a_service_whose_reused_answers_are_others_is_found_out(
     with living(tiny(tmp_path, 3), database=None, budget=0) as live:
         run = live.service.model.run
 
-        def another(sequences: Any, *, reuse: bool, each: bool) -> Any:
-            answers = run(sequences, reuse=reuse, each=each)
+        def another(sequences: Any, *, reuse: bool, **more: Any) -> Any:
+            answers = run(sequences, reuse=reuse, **more)
             for one in answers if reuse else ():
                 one.value = -one.value
             return answers

@@ -20,6 +20,7 @@ def answers(model: str, folder: Path) -> tuple[list[list[float]], int]:
         assert reply.status == 200, reply.body
         handle = server.service.model.module.attmemo
         assert handle.flush()
+        assert server.post("/embed", {"inputs": TEXTS}).status == 200  # from its records: now the guard has decided
         return reply.json, int(handle.stats()["records"])
 
 
