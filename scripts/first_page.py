@@ -88,7 +88,7 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
     return "\n".join([
         *lines, "",
         f"all-MiniLM-L6-v2, {run['model']['dtype']}, {machine_of(run['conditions'])}, {run['stream']['name']} log "
-        f"lines in order of arrival; in brackets the best peer, {' or '.join(dict.fromkeys(names))} "
+        f"lines in order of arrival; in brackets the best peer, {', '.join(sorted({name.split()[0] for name in names}))} "
         f"([peers.json](docs/peers.json), {commits([run])}).",
         f"From nothing, {len(streams)} streams with reuse took {min(full):.2f} to {max(full):.2f} times as long as "
         f"exact without pauses, {min(half):.2f} to {max(half):.2f} with some, later "

@@ -77,6 +77,12 @@ def test_numbers_of_the_first_page_and_of_the_benchmarks_are_those_of_their_json
         assert page(name).split(marked.BEGIN)[1].split(marked.END)[0].strip() == found.strip()
 
 
+def test_the_run_of_the_first_page_names_its_commit_date_and_processor(script: Scripts) -> None:
+    found = script("first_page").first_run(measured("peers.json"))["conditions"]
+    assert {"version", "date", "processor"} <= found.keys()
+    assert re.fullmatch(r"[0-9a-f]{7,40}", found["version"]), "measured with changed code, or without a commit"
+
+
 def test_commands_and_variables_are_those_of_the_program(script: Scripts) -> None:
     marked, made = script("marked"), script("reference_pages")
     for name, found in {"commands.md": made.command_tables(), "environment.md": made.environment_tables()}.items():
