@@ -6,7 +6,7 @@
 
 A process is stopped while it is not its turn: what a guard or a filler does beside requests, it does beside its own.
 At full load requests come without a pause, and nothing is done in idle times: everything is in the times that a way
-costs. At half load each request is followed by a pause as long as an exact one takes, for exact ones too.
+costs. At half load there is a pause before each request, as long as an exact one takes, for exact ones too.
 Times are whole calls of the model on token ids; answers are compared with the exact ones, request by request.
 """
 
@@ -120,15 +120,19 @@ class Way:
         os.kill(self._process.pid, number)
 
     def ask(self, numbers: range, pause: float) -> None:
-        """Let it answer some requests, one behind the other; at half load with a pause, in seconds."""
+        """Let it answer some requests, one behind the other; at half load each behind a pause, in seconds.
+
+        Behind, so that the first one finds no idle work that begins as the process goes on: to be stopped looks to it
+        like a long silence.
+        """
         self._signal(signal.SIGCONT)
         for number in numbers:
+            sleep(pause if self._pauses else 0.0)
             self._pipe.send(number)
             seconds, answers, scores = self._pipe.recv()
             self.seconds.append(seconds)
             self.answers.append(answers)
             self.scores.append(scores)
-            sleep(pause if self._pauses else 0.0)
         self._signal(signal.SIGSTOP)
 
     def end(self) -> dict[str, Any]:
