@@ -82,13 +82,14 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
         own = [speed_of(run, path, size, key) for size in run["batch"]]
         cells = [f"**{speed:.2f}** ({peer[key]:.2f})" for speed, peer in zip(own, rivals, strict=True)]
         lines.append(f"| {label} | {' | '.join(cells)} |")
+    makers = ", ".join(sorted({name.split()[0] for name in names}))
     streams = list(workloads["streams"].values())
     full = [time for one in streams for time in one["rows"]["over exact"].values()]
     half = [one["rows at half load"]["over exact"]["second half"] for one in streams]
     return "\n".join([
         *lines, "",
         f"all-MiniLM-L6-v2, {run['model']['dtype']}, {machine_of(run['conditions'])}, {run['stream']['name']} log "
-        f"lines in order of arrival; in brackets the best peer, {', '.join(sorted({name.split()[0] for name in names}))} "
+        f"lines in order of arrival; in brackets the best peer, {makers} "
         f"([peers.json](docs/peers.json), {commits([run])}).",
         f"From nothing, {len(streams)} streams with reuse took {min(full):.2f} to {max(full):.2f} times as long as "
         f"exact without pauses, {min(half):.2f} to {max(half):.2f} with some, later "
