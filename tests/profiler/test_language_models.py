@@ -21,7 +21,7 @@ from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, NextToken, answers, collate, load_model, tokenize
 from attmemo.profiler.tables import make_tables
-from attmemo.profiler.train import _inputs, _run
+from attmemo.profiler.train import _run, _texts
 
 FAMILIES = ["llama", "gpt2"]
 VOCABULARY, LONGEST = 300, 64
@@ -297,7 +297,7 @@ class TestTheWholeWay:
         with Database(tuned[1]) as database, serving(loaded, database, "sequence") as handle:
             fill = handle.engine.reuse._fill
             handle.engine.reuse._fill = lambda *given: (kept.append(given[2]), fill(*given))  # type: ignore[method-assign]
-            _run(loaded, _inputs(loaded, 2, int(database.records.lengths[0]), 0))
+            _run(loaded, _texts(loaded, 2, int(database.records.lengths[0]))[0])
             assert handle.stats()["hit_rate"] == 1.0
         assert len(kept) == 2, "one cache for each layer"
         assert all(keys is not None for keys in kept)
