@@ -31,7 +31,7 @@ def named_in(place: Path) -> dict[str, Path]:
     for file in sorted(place.glob(f"{NAMESPACES}/*/{NAMED}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             name = json.loads(file.read_text())["name"]
-            if folder_of(place, name) == file.parent:
+            if isinstance(name, str) and folder_of(place, name) == file.parent:
                 found[name] = file.parent
     return found
 

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from attmemo.embed.lookup import Found
+from attmemo.errors import AttmemoError
 from attmemo.forward.plan import Plan
 from attmemo.forward.row_usage import Observed
 from attmemo.forward.stats import Counters
@@ -55,6 +56,7 @@ class Outcome:
 
 
 NOTHING = Outcome()
+AWAITED: Final = "let nothing await inside of model.attmemo.namespace(): what runs meanwhile would be in it"
 
 
 @dataclass(slots=True)
@@ -166,4 +168,7 @@ class Current(threading.local):
         try:
             yield opened
         finally:
-            self.forward = outer
+            mixed, self.forward = self.forward is not opened, outer
+            if mixed and opened.space is not None:  # another coroutine runs inside of it: it would keep the namespace
+                self.forward = None
+                raise AttmemoError("a namespace was left while another one of the same thread was open.", AWAITED)

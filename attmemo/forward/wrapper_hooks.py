@@ -36,18 +36,23 @@ class Settled:
         self._evaluation = (False,) * len(modules)
         own = [getattr(type(one), "train", None) for one in modules]
         self.has_plain_modes = all(getattr(train, "__module__", None) in _MODES for train in own)
+        self._holds = True
 
     @property
     def evaluates(self) -> bool:
         """Whether every module is in evaluation mode."""
-        return hold(*self._tree) and have(self._members, "training", self._evaluation)
+        return self._is_as_it_was() and have(self._members, "training", self._evaluation)
 
     @property
     def is_on_cpu(self) -> bool:
         """Whether every tensor is on the CPU."""
-        if not (hold(*self._tree) and hold(*self._tensors)):
-            return False
-        return all(tensor.device == _CPU for tensor in self._given)
+        return self._is_as_it_was() and all(tensor.device == _CPU for tensor in self._given)
+
+    def _is_as_it_was(self) -> bool:
+        """Whether modules and tensors are the very ones. Once they are not, they need not stay in memory."""
+        if self._holds and not (hold(*self._tree) and hold(*self._tensors)):
+            self._holds, self._tree, self._tensors, self._given = False, ((), ()), ((), ()), []
+        return self._holds
 
 
 class ModeHook(Hook):

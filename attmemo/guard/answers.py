@@ -50,10 +50,12 @@ class Read:
 
     values: Tensor  # [B] classes or [B, H] vectors
     margins: Tensor | None  # [B]: between the probabilities of the two best classes; of spans: the least of a text
+    are_scores: bool = False  # as vectors [B, 2]
 
     def of(self, place: int) -> Read:
         """One answer alone."""
-        return Read(self.values[place : place + 1], None if self.margins is None else self.margins[place : place + 1])
+        margins = None if self.margins is None else self.margins[place : place + 1]
+        return Read(self.values[place : place + 1], margins, self.are_scores)
 
     def margin(self, place: int) -> float | None:
         """The margin of one answer; None if there is none."""
@@ -111,9 +113,9 @@ class Answers:
             raise ArgumentError(f"min_cosine must be a number in [-1, 1]; got {min_cosine!r}.", "min_cosine=0.98")
         self.rule, self.min_cosine = rule, float(min_cosine)
         self._classifier: Any = rule if classifies else None
-        self.are_vectors = False  # known once a first answer was read
+        self.are_vectors = self.are_scores = False  # known once a first answer was read
         self.spans: Spans | None = None
-        self.are_scores = rule == "score"
+        self._scores = rule == "score"  # whether a single logit is a score
 
     def meet(self, model: Any, tokenizer: Any = None) -> None:
         """Learn from a model's class and configuration what its logits are; its tokenizer knows special tokens."""
@@ -123,7 +125,7 @@ class Answers:
             self.spans = spans_in(config, tokenizer or find_tokenizer(model))
         elif self.rule == "auto":
             one = getattr(config, "num_labels", None) == 1
-            self.are_scores = one and getattr(config, "problem_type", None) != "regression"
+            self._scores = one and getattr(config, "problem_type", None) != "regression"
 
     def mask_in(self, given: Mapping[str, Any]) -> Tensor | None:
         """The attention mask among a model's arguments, as `read` takes it: of spans -1 at special tokens."""
@@ -171,7 +173,7 @@ class Answers:
             return Read(*self.spans.read(tags, mask))
         logits = None if self.rule in ("mean", "cls") else _logits(output)
         if logits is not None:
-            return _scores(logits) if self.are_scores else _classes(logits)
+            return _scores(logits) if self._scores else _classes(logits)
         if self.rule in ("class", "score"):
             raise AnswerError(f"answer={self.rule!r} needs a model with logits; this output has none.", FUNCTION)
         return Read(self._vectors(output, mask), None)
@@ -220,7 +222,7 @@ class Answers:
             return not torch.equal(first, second)
         if torch.equal(first, second) and bool(first.isfinite().all()):
             return False  # also for zeros, which have no cosine
-        least = SCORE_COSINE if self.are_scores else self.min_cosine
+        least = SCORE_COSINE if a.are_scores else self.min_cosine
         return not 1.0 - cosines(first[None], second[None])[0] <= share * (1.0 - least)
 
 
@@ -293,4 +295,4 @@ def _scores(logits: Tensor) -> Read:
     if logits.dim() != 2 or logits.shape[1] != 1:
         raise AnswerError(f"logits {tuple(logits.shape)} are no scores of sequences.", FUNCTION)
     angles = logits.detach().float().sigmoid()[:, 0] * (math.acos(SCORE_COSINE) / SCORE_STEP)
-    return Read(torch.stack([angles.cos(), angles.sin()], 1), None)
+    return Read(torch.stack([angles.cos(), angles.sin()], 1), None, are_scores=True)

@@ -49,4 +49,4 @@ def check_answers(
             f"{type(model).__name__} contradicts itself: it gives two answers to the same input.",
             "a model in evaluation mode without randomness, or budget=None",
         )
-    answers.are_vectors = first.are_vectors
+    answers.are_vectors, answers.are_scores = first.are_vectors, first.are_scores

@@ -116,6 +116,10 @@ class Namespaces:
         sharer, space.sharer = space.sharer or self._sharer(lambda: 0), None
         try:
             handle = self._make(space.name, self._first_bytes(sharer))
+        except BaseException:
+            if sharer is not None:
+                sharer.told = 0  # nothing was opened: others may have it
+            raise
         finally:
             space.sharer = sharer
         store = handle.engine.reuse.store  # type: ignore[attr-defined]

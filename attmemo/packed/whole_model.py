@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from attmemo.forward.context import Forward
+from attmemo.forward.context import NOTHING, Forward
 from attmemo.forward.engine import FAILURES, Engine, is_traced
 from attmemo.forward.plan import Plan
 from attmemo.kernels.embeddings import Batch, Tables, embed, read_batch, spread
@@ -96,8 +96,10 @@ class WholeModel:
             batch = None if arrays is None else read_batch(arrays, tables)
             return None if batch is None else self._run(batch, tables, given, forward)
         except FAILURES as error:
-            failed = Plan(self._stack.failure)
-            self._engine.failed(0, failed, error, 1 if arrays is None else len(arrays[0]))
+            failed, engine = Plan(self._stack.failure), self._engine.of(forward)
+            if forward is not None:  # the modules compute all of it: no answer comes from a record
+                forward.outcome = NOTHING
+            engine.failed(0, failed, error, 1 if arrays is None else len(arrays[0]))
             return failed
 
     # -- whether it is such a forward

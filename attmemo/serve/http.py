@@ -268,7 +268,7 @@ def _namespace(request: Request, service: Service) -> str | None:
         return None
     if len(named) > 1:  # a client's own, and that of the gateway before it
         raise Refusal("validation", f"header {NAMESPACE_HEADER} was given {len(named)} times", reason="namespace")
-    service.admit(named[0].strip())
+    service.check_namespace(named[0].strip())
     return named[0].strip()
 
 

@@ -160,12 +160,18 @@ class Service:
             return False
         return True
 
-    def admit(self, namespace: str) -> None:
-        """Let a namespace in, or refuse it."""
+    def check_namespace(self, namespace: str) -> None:
+        """Refuse what can be no namespace here."""
         if not self.settings.namespaces:
             raise Refusal("validation", "this service has no namespaces (--namespaces)", reason="namespace")
         try:
             check_namespace(namespace)
+        except ArgumentError as error:
+            raise Refusal("validation", error.what, reason="namespace") from error
+
+    def _admit(self, namespace: str) -> None:
+        """Let a namespace in, or refuse it: there is room for so many."""
+        try:
             if (spaces := self.model.handle.spaces) is not None:
                 spaces.admit(namespace)
         except ArgumentError as error:
@@ -192,7 +198,7 @@ class Service:
         reuse : bool
             Records may serve.
         namespace : str, optional
-            Whose records; `admit` let it in.
+            Whose records; `check_namespace` has seen it.
         method : {"batch", "single"}
             How metrics count it.
         gone : callable, optional
@@ -211,6 +217,8 @@ class Service:
         try:
             cut = self.settings.auto_truncate if truncate is None else truncate
             encoded = await self._encode(inputs, cut, side, prompt)
+            if namespace is not None:  # only now: what is refused takes no room
+                self._admit(namespace)
             request = Request(len(encoded), each=each, reuse=reuse, namespace=namespace)
             tokenized = perf_counter()
             if each and hold is not None:

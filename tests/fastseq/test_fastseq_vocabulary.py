@@ -81,7 +81,7 @@ def test_logits_of_some_words_have_the_bits_of_all_logits() -> None:
     words = head()
     hidden = rows()
     some = torch.tensor([0, 7, 64, 65, 1000, WORDS - 1])
-    assert torch.equal(words._through(words._packed(some), None, hidden), words.logits(hidden)[:, some])
+    assert torch.equal(words._through(words._of_words(some), None, hidden), words.logits(hidden)[:, some])
 
 
 def test_words_that_tie_and_numbers_that_are_not_finite_take_all_logits() -> None:

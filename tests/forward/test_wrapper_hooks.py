@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,18 @@ def test_a_tensor_that_came_later_is_seen(model: Any) -> None:
     settled = Settled(model)
     model[0].register_buffer("more", torch.zeros(1))
     assert not settled.is_on_cpu
+
+
+def test_a_tensor_that_was_replaced_does_not_stay_in_memory(model: Any) -> None:
+    settled = Settled(model)
+    dense = model[0].model.pooler.dense
+    old = weakref.ref(dense.weight)
+    dense.weight = nn.Parameter(torch.zeros_like(dense.weight))
+    unmemoize(model)
+    assert not settled.is_on_cpu
+    assert not settled.evaluates
+    gc.collect()
+    assert old() is None
 
 
 def test_another_device_is_asked_for_as_ever(model: Any) -> None:

@@ -78,6 +78,13 @@ class TestScores:
             assert [answers.differ(read, 0, read, place) for place in range(5)] == [False, False, True, True, True]
             assert answers.differ(read, 3, read, 4)
 
+    def test_vectors_of_a_model_with_one_label_are_compared_as_vectors(self) -> None:
+        answers = Answers("auto", 0.999)
+        answers.meet(Model(num_labels=1))  # as configurations of some embedders have it
+        read = answers.read({"last_hidden_state": torch.tensor([[[1.0, 0.0]], [[0.99, 0.14]]])}, None)
+        assert answers.differ(read, 0, read, 1)
+        assert not read.are_scores
+
     def test_a_number_on_a_scale_of_its_own_is_no_score(self) -> None:
         answers = Answers("auto", 0.98)
         answers.meet(Model(num_labels=1, problem_type="regression"))

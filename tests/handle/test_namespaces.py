@@ -20,7 +20,7 @@ from prefix_models import answer, batch_of, make, random_ids
 from attmemo import memoize, unmemoize
 from attmemo.db.folder import NAMED, NAMESPACES, SEGMENTS
 from attmemo.db.namespaces import folder_of, named_in
-from attmemo.errors import ArgumentError
+from attmemo.errors import ArgumentError, AttmemoError
 
 
 @pytest.fixture(scope="module", name="bare")
@@ -55,6 +55,10 @@ def told(model: Any, name: str | None) -> dict[str, Any]:
     found: dict[str, Any] = model.attmemo.stats() if name is None else model.attmemo.namespaces()[name]
     assert not found["failures"]
     return found
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise MemoryError("no memory")
 
 
 class TestRecords:
@@ -304,6 +308,45 @@ class TestNames:
     def test_a_limit_that_is_no_number_is_refused(self, bare: Any, most: Any) -> None:
         with pytest.raises(ArgumentError, match="namespaces must be"):
             memoize(copy.deepcopy(bare), namespaces=most)
+
+    def test_two_that_are_open_in_turns_in_one_thread_are_refused(self, bare: Any) -> None:
+        """As coroutines would, that await inside."""
+        model = guarded(bare)
+        one, other = model.attmemo.namespace("a"), model.attmemo.namespace("b")
+        one.__enter__()
+        other.__enter__()
+        with pytest.raises(AttmemoError, match="another one of the same thread"):
+            one.__exit__(None, None, None)
+        ask(model, BASE)
+        assert told(model, None)["sequences"] == len(BASE["input_ids"])
+
+    def test_one_that_cannot_be_opened_takes_no_bytes(self, bare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = guarded(bare, max_bytes=64 << 20)
+        ask(model, BASE, "a")
+        spaces = model.attmemo.spaces
+        with monkeypatch.context() as patch:
+            patch.setattr(spaces, "_make", broken)
+            for _ in range(2):
+                with pytest.raises(MemoryError):
+                    model.attmemo.namespace("b")
+        assert spaces._spaces["b"].sharer.told == 0
+        ask(model, BASE, "b")
+        assert told(model, "b")["records"] > 0
+
+    @pytest.mark.parametrize("found", ['{"name": 5}', "5", "{}", ""])
+    def test_a_file_with_another_name_is_passed_over(self, bare: Any, tmp_path: Path, found: str) -> None:
+        model = guarded(bare, database=tmp_path / "db")
+        ask(model, BASE, "a")
+        unmemoize(model)
+        (folder_of(tmp_path / "db", "a") / NAMED).write_text(found)
+        assert guarded(bare, database=tmp_path / "db").attmemo.namespaces() == {}
+
+    def test_an_error_is_counted_where_it_was(self, bare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = guarded(bare)
+        monkeypatch.setattr(type(model.attmemo.engine.reuse), "serve", broken)
+        ask(model, BASE, "a")
+        assert model.attmemo.stats()["failed"] == 0
+        assert model.attmemo.namespaces()["a"]["failed"] > 0
 
     def test_a_model_that_keeps_nothing_takes_namespaces(self, bare: Any) -> None:
         model = memoize(copy.deepcopy(bare))

@@ -68,6 +68,8 @@ def test_names_that_are_none_and_too_many_are_refused(model: str) -> None:
         for name, told in (("", "1 to 128"), ("x" * 129, "1 to 128")):
             reply = live.post("/predict", {"inputs": TEXT}, x_attmemo_namespace=name)
             assert (reply.status, told in reply.json["error"]) == (422, True)
+        for name in "vwxyz":  # what is refused takes no room
+            assert live.post("/predict", {"inputs": 5}, x_attmemo_namespace=name).status == 422
         for name in ("a", "b", "a"):
             assert live.post("/predict", {"inputs": TEXT}, x_attmemo_namespace=name).status == 200
         reply = live.post("/predict", {"inputs": TEXT}, x_attmemo_namespace="c")

@@ -98,11 +98,10 @@ class Vocabulary:
     ) -> None:
         # In 8 bits, logits are float32: they are not rounded once more.
         self._wide = weights == "int8"
-        if self._wide:
-            head = replace(head, weights=[part.float() for part in head.weights])
+        wide = replace(head, weights=[part.float() for part in head.weights]) if self._wide else head
         self._head, self._scale, self._bias, self._dtype = head, scale, bias, torch.float32 if self._wide else dtype
         self._few = "vnni16" if "vnni16" in Linear8.instruction_sets() else ""
-        self.panels = self._packed()
+        self.panels = kind_of(self._dtype, weights).of(wide.weights, wide.biases)
         (weight,) = head.weights
         self._rough: Linear8 | None = None
         plain = (dtype, weights) == (torch.float32, None)
@@ -155,14 +154,12 @@ class Vocabulary:
         if not bool(least.isfinite().all()) or len(words) * _SHARE > scores.shape[1]:
             return None
         bias = None if self._bias is None else self._bias[words]
-        exact = self._through(self._packed(words), bias, rough.hidden)
+        exact = self._through(self._of_words(words), bias, rough.hidden)
         return words[exact.masked_fill_(scores[:, words] == -torch.inf, -torch.inf).argmax(1)]
 
-    def _packed(self, words: Tensor | None = None) -> Panels:
+    def _of_words(self, words: Tensor) -> Panels:
         (weight,), (bias,) = self._head.weights, self._head.biases
-        if words is not None:
-            weight, bias = weight[words], None if bias is None else bias[words]
-        return kind_of(self._dtype, "int8" if self._wide else None).of([weight], [bias])
+        return kind_of(self._dtype, None).of([weight[words]], [None if bias is None else bias[words]])
 
     def _through(self, panels: Panels, bias: Tensor | None, hidden: Tensor) -> Tensor:
         if self._scale != 1.0:
