@@ -111,6 +111,18 @@ class Build(build_ext):
         return self.compiler.compile([source], self.build_temp, extra_postargs=flags, debug=self.debug)
 
 
+def of_sets(name, kernels, parts):
+    """A module whose kernels have one source for each instruction set: see native/attention.h."""
+    return Extension(
+        f"attmemo.kernels._{name}",
+        sources=[f"native/{source}.c" for source in (name, *kernels)],
+        depends=[f"native/{header}.h" for header in parts] + SHARED,
+        extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+        extra_link_args=CHECKS,
+        libraries=["dl", "m"],
+    )
+
+
 PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
 
 setup(
@@ -137,32 +149,11 @@ setup(
             extra_link_args=CHECKS,
             libraries=["dl"],
         ),
-        *(
-            Extension(
-                f"attmemo.kernels._{front}",
-                # One source for each instruction set: see native/attention.h.
-                sources=[f"native/{front}.c", *(f"native/attention_{name}.c" for name in ATTENTION)],
-                depends=[f"native/{name}.h" for name in ATTENTION_PARTS] + SHARED,
-                extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
-                extra_link_args=CHECKS,
-                libraries=["dl", "m"],
-            )
-            for front in ("cache_attention", "row_attention")
-        ),
-        *(
-            Extension(
-                f"attmemo.kernels._{name}",
-                # One source for each instruction set, too.
-                sources=[f"native/{name}.c", *(f"native/{name}{part}.c" for part in sets)],
-                depends=[f"native/{header}.h" for header in parts] + SHARED,
-                extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
-                extra_link_args=CHECKS,
-                libraries=["dl", "m"],
-            )
-            for name, sets, parts in (
-                ("linear", LINEAR, LINEAR_PARTS), ("rows", ROWS, ROWS_PARTS), ("decode", ROWS, DECODE_PARTS),
-            )
-        ),
+        *(of_sets(name, [f"attention_{part}" for part in ATTENTION], ATTENTION_PARTS)
+          for name in ("cache_attention", "row_attention")),
+        of_sets("linear", [f"linear{part}" for part in LINEAR], LINEAR_PARTS),
+        of_sets("rows", [f"rows{part}" for part in ROWS], ROWS_PARTS),
+        of_sets("decode", [f"decode{part}" for part in ROWS], DECODE_PARTS),
         Extension(
             "attmemo.kernels._chain",
             sources=["native/chain.c"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -21,3 +22,9 @@ def replace_measured(file: Path, tables: str) -> None:
     before, rest = body.split(BEGIN)
     _, after = rest.split(END)
     file.write_text(f"{before}{BEGIN}\n\n{tables.strip()}\n\n{END}{after}", encoding="utf-8")
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> list[str]:
+    """Lines of a table, and an empty one; `head`: names of columns, with ``|`` between them."""
+    columns = head.count("|") + 1
+    return [f"| {head} |", f"|{columns * '---|'}", *(f"| {' | '.join(row)} |" for row in rows), ""]

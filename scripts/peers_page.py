@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from marked import table
 from matplotlib.figure import Figure
 from peers_inputs import MODELS, PAGES
 
@@ -200,11 +201,6 @@ def _judged(group: list[Run]) -> list[tuple[Run, Any]]:
     return sorted(((run, one) for run in group for one in verdicts(run)), key=lambda pair: not pair[1].peer_wins)
 
 
-def _table(head: str, rows: Iterable[Iterable[str]]) -> list[str]:
-    columns = head.count("|") + 1
-    return [f"| {head} |", f"|{columns * '---|'}", *(f"| {' | '.join(row)} |" for row in rows), ""]
-
-
 def _place(run: Run, one: Any) -> str:
     return f"{run['stream']['name']}, {one.batch}"
 
@@ -230,9 +226,9 @@ def _speeds(group: list[Run]) -> str:
         ))  # fmt: skip
         second.append((_place(run, one), _speed(maps), _named(cache, _speed), _named(one.beyond, _speed)))
     return "\n".join([
-        "Speed:\n", *_table("stream, batch | best peer | exact | 8 bits | reuse | reuse, 8 bits", first),
+        "Speed:\n", *table("stream, batch | best peer | exact | 8 bits | reuse | reuse, 8 bits", first),
         "Speed of what is not attmemo's default, and of what changes more than the budget:\n",
-        *_table("stream, batch | reuse of maps | cache | faster, but changes too much", second),
+        *table("stream, batch | reuse of maps | cache | faster, but changes too much", second),
     ])  # fmt: skip
 
 
@@ -245,7 +241,7 @@ def _qualities(group: list[Run]) -> str:
         )
         rows.append((_place(run, one), _quality(one.peer), *map(_quality, (none8, rows4, rows8, maps))))
     head = "stream, batch | best peer | 8 bits | reuse | reuse, 8 bits | reuse of maps"
-    return "\n".join(["Answers, changed:\n", *_table(head, rows)])
+    return "\n".join(["Answers, changed:\n", *table(head, rows)])
 
 
 def _methods(group: list[Run]) -> str:
@@ -261,7 +257,7 @@ def _methods(group: list[Run]) -> str:
         rows.append((route.title, *speeds, _quality(worst)))
     head = f"method | {' | '.join(f'batch {size}' for size in sizes)} | changed, at most"
     return "\n".join(
-        ["Every method, median speed of the streams, texts in the order of arrival:\n", *_table(head, rows)]
+        ["Every method, median speed of the streams, texts in the order of arrival:\n", *table(head, rows)]
     )
 
 
@@ -276,7 +272,7 @@ def _set_up(group: list[Run]) -> str:
             memory = statistics.median(cell["memory"] for cell in cells) / (1 << 20)
             rows.append((route.title, f"{convert:.1f}", f"{load:.1f}", f"{memory:.0f}"))
     head = "method | convert, s | load, s | memory, MiB"
-    return "\n".join([f"Set-up, and memory with batches of {size}, medians:\n", *_table(head, rows)])
+    return "\n".join([f"Set-up, and memory with batches of {size}, medians:\n", *table(head, rows)])
 
 
 def _failures(runs: Iterable[Run]) -> str:
@@ -319,7 +315,7 @@ def _conditions(runs: list[Run]) -> str:
             reused["counts"].get("guard", {}).get("state", "–") if reused else "–",
         ))  # fmt: skip
     head = "model, type, stream | texts, answered by all | tokens, mean | duplicates | other work | guard"
-    return "\n".join([*lines, *_table(head, rows)])
+    return "\n".join([*lines, *table(head, rows)])
 
 
 def _machine(found: Mapping[str, Any]) -> str:

@@ -15,12 +15,12 @@ import json
 import random
 import subprocess
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from marked import replace_measured
+from marked import replace_measured, table
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 from workloads import LOGS, at_once, lines_of
 from workloads import _questions as questions_of
@@ -262,37 +262,38 @@ PARTS: Final = {"attackers": attackers, "canaries": canaries, "flood": flood}
 # ---- the page ----
 
 
+TABLES: Final[dict[str, tuple[str, str, Callable[[dict[str, Any]], tuple[str, ...]]]]] = {
+    "attackers": (
+        "Attacks in known templates",
+        "model | labels | seed | benign | of these reused | attacks | of these reused | wrong",
+        lambda row: (row["model"], row["labels"], f"{row['seed']}", f"{row['benign']:,}", f"{row['benign_reused']:,}",
+                     f"{row['attacks']}", f"{row['attacks_reused']}", f"{row['wrong']}"),
+    ),
+    "canaries": (
+        "Texts that are asked again and again",
+        "model | linear layers | asked | while its record lived | other bits than before | of these while its record "
+        "lived | as 8 bits began",
+        lambda row: (row["model"], row["linear"], f"{row['texts'] * row['rounds']:,}", f"{row['asked_with_record']:,}",
+                     f"{row['moves']}", f"{row['moves_while_recorded']}", f"{row['moves_as_8_bits_began']}"),
+    ),
+    "flood": (
+        "A flood of new texts",
+        "bound | new texts | requests | later templates reused | records | MiB in the middle | at the end",
+        lambda row: (row["max_bytes"], "1 : 1" if row["flooded"] else "none", f"{row['requests']:,}",
+                     f"{row['served_of_later_templates']:.3f}", f"{row['records']:,}", f"{row['mib_in_the_middle']:,}",
+                     f"{row['mib_at_the_end']:,}"),
+    ),
+}  # fmt: skip
+"""By part: title, columns, and cells of a row."""
+
+
 def tables(found: dict[str, Any]) -> str:
-    """The tables of docs/trust-measured.md."""
-    parts = []
-    if rows := found.get("attackers"):
-        parts.append("## Attacks in known templates\n\n| model | labels | seed | benign | of these reused | attacks | "
-                     "of these reused | wrong |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
-        for row in rows:
-            parts[-1] += (
-                f"\n| {row['model']} | {row['labels']} | {row['seed']} | {row['benign']:,} | {row['benign_reused']:,} "
-                f"| {row['attacks']} | {row['attacks_reused']} | {row['wrong']} |"
-            )
-    if rows := found.get("canaries"):
-        parts.append("## Texts that are asked again and again\n\n| model | linear layers | asked | while its record "
-                     "lived | other bits than before | of these while its record lived | as 8 bits began |\n"
-                     "|---|---|---|---|---|---|---|")  # fmt: skip
-        for row in rows:
-            parts[-1] += (
-                f"\n| {row['model']} | {row['linear']} | {row['texts'] * row['rounds']:,} | "
-                f"{row['asked_with_record']:,} | {row['moves']} | {row['moves_while_recorded']} | "
-                f"{row['moves_as_8_bits_began']} |"
-            )
-    if rows := found.get("flood"):
-        parts.append("## A flood of new texts\n\n| bound | new texts | requests | later templates reused | records | "
-                     "MiB in the middle | at the end |\n|---|---|---|---|---|---|---|")  # fmt: skip
-        for row in rows:
-            parts[-1] += (
-                f"\n| {row['max_bytes']} | {'1 : 1' if row['flooded'] else 'none'} | {row['requests']:,} | "
-                f"{row['served_of_later_templates']:.3f} | {row['records']:,} | {row['mib_in_the_middle']:,} | "
-                f"{row['mib_at_the_end']:,} |"
-            )
-    return "\n\n".join(parts)
+    """The tables of docs/trust-measured.md, of the parts that were measured."""
+    lines = list[str]()
+    for part, (title, head, cells) in TABLES.items():
+        if rows := found.get(part):
+            lines += [f"## {title}\n", *table(head, map(cells, rows))]
+    return "\n".join(lines).rstrip()
 
 
 def main() -> None:

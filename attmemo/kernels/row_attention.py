@@ -135,12 +135,12 @@ class Disentangled:
         given = [t for t in kept if t is not None]
         if not given:
             return NOT_DISTANT, []
-        if len({(t.dtype, len(t)) for t in given}) != 1 or given[0].dim() != 2 or len(self.bucket) % 2 != 1:
+        alike = all(t.dim() == 2 and (t.dtype, len(t)) == (given[0].dtype, len(given[0])) for t in given)
+        if not alike or len(self.bucket) % 2 != 1:
             raise ValueError("relative keys and queries differ in rows or type, or buckets are not [2 * span - 1]")
-        bucket = _array(self.bucket, np.int32)
         line = given[0].shape[1] * given[0].element_size()
         key, query = (0 if t is None else t.data_ptr() for t in kept)
-        return (key, line, query, line, len(given[0]), bucket, len(self.bucket) // 2 + 1), given
+        return (key, line, query, line, len(given[0]), _array(self.bucket, np.int32), len(self.bucket) // 2 + 1), given
 
 
 def attend(
