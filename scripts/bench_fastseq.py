@@ -75,7 +75,7 @@ TYPES = {  # name: engine, dtype, weights
 RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "no cache", "ctranslate2")
 
 
-SPECIAL: Final = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+SPECIAL_IDS: Final = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 """Tokens of all shapes."""
 
 
@@ -91,7 +91,7 @@ def bart(width: int, layers: int, heads: int, vocabulary: int, positions: int) -
             encoder_ffn_dim=4 * width,
             decoder_ffn_dim=4 * width,
             max_position_embeddings=positions,
-            **SPECIAL,
+            **SPECIAL_IDS,
             decoder_start_token_id=2,
             forced_eos_token_id=None,
             normalize_before=False,  # in published checkpoints; CTranslate2 asks for it
@@ -123,7 +123,7 @@ def gpt2(width: int, layers: int, heads: int, vocabulary: int, positions: int) -
             n_layer=layers,
             n_head=heads,
             n_positions=positions,
-            **SPECIAL,
+            **SPECIAL_IDS,
         )
     )
 
@@ -139,7 +139,7 @@ def qwen3(width: int, layers: int, heads: int, key_heads: int, head: int, middle
             head_dim=head,
             intermediate_size=middle,
             tie_word_embeddings=True,
-            **SPECIAL,
+            **SPECIAL_IDS,
         )
     )
 
