@@ -67,9 +67,8 @@ def first_run(peers: Mapping[str, Any]) -> Run:
     )
 
 
-def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
-    """The numbers of README.md."""
-    run = first_run(peers)
+def first_table(run: Run) -> tuple[list[str], list[str]]:
+    """The lines of the table of README.md, and the best peers in it."""
     rows = [
         ("exact: `memoize(model)`", "none", "speed", True), ("8 bits: `linear=\"int8\"`", "none-int8", "speed", False),
         ("reuse, 1 % budget, last third", "rows", "late_speed", False),
@@ -82,6 +81,13 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
         own = [speed_of(run, path, size, key) for size in run["batch"]]
         cells = [f"**{speed:.2f}** ({peer[key]:.2f})" for speed, peer in zip(own, rivals, strict=True)]
         lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines, names
+
+
+def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
+    """The numbers of README.md."""
+    run = first_run(peers)
+    lines, names = first_table(run)
     makers = ", ".join(sorted({name.split()[0] for name in names}))
     streams = list(workloads["streams"].values())
     full = [time for one in streams for time in one["rows"]["over exact"].values()]
@@ -105,8 +111,8 @@ def commits(runs: Iterable[Run]) -> str:
     return "; ".join([f"commit{'s' * (len(known) > 1)} {', '.join(known)}"] * bool(known) + unknown)
 
 
-def benchmarks(peers: Mapping[str, Any]) -> str:
-    """The tables of docs/measured.md."""
+def benchmarks(peers: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The tables of docs/measured.md; `other`: runs on a processor of another kind."""
     runs = [run for run in peers["runs"] if run["model"]["dtype"] == "bfloat16" and "failed" not in run]
     lines = [
         "| model | batch | exact | best exact peer | 8 bits | best peer within the budget |",
@@ -130,6 +136,9 @@ def benchmarks(peers: Mapping[str, Any]) -> str:
         *lines, "", *(f"* {'; '.join(names)}: {title}." for title, names in places.items()),
         f"* {len(runs)} runs, bfloat16, of the streams {', '.join(streams)}; {commits(runs)}.",
         f"* Fastest of all, sorted texts and caches included: {_winners(judged)}.",
+        "", f"The first page's table, {machine_of(first_run(other)['conditions'])} "
+        f"([peers-avx512.json](peers-avx512.json), {commits(other['runs'])}):",
+        "", *first_table(first_run(other))[0],
     ])  # fmt: skip
 
 
@@ -189,9 +198,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure is not None:
         measure(args.measure, short=args.short)
-    peers, workloads = (json.loads((DOCS / f"{name}.json").read_text("utf-8")) for name in ("peers", "workloads"))
+    names = ("peers", "workloads", "peers-avx512")
+    peers, workloads, other = (json.loads((DOCS / f"{name}.json").read_text("utf-8")) for name in names)
     replace_measured(DOCS.parent / "README.md", readme(peers, workloads))
-    replace_measured(DOCS / "measured.md", benchmarks(peers))
+    replace_measured(DOCS / "measured.md", benchmarks(peers, other))
     (DOCS / "first-page.png").write_bytes(draw(first_run(peers)))
 
 
