@@ -126,7 +126,9 @@ class Verified:
                 self._count += 1
                 self._put(value, Mark.VALUE, group)
             elif own != group:
-                for other in [other for other, theirs in harmless.items() if theirs == own]:
+                groups = [[one for one, its in harmless.items() if its == number] for number in (own, group)]
+                group, fewer = (group, groups[0]) if len(groups[0]) < len(groups[1]) else (own, groups[1])
+                for other in fewer:  # else each new value would write the large group of a slot anew
                     harmless[other] = group
                     self._put(other, Mark.VALUE, group)
         self._put_slot(slot)
