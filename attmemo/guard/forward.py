@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Final
 
 import torch
@@ -99,8 +99,8 @@ class Guarded:
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and (running is None or running.is_plain):
-                tokens = tokens_in(mask)
-                why = self._reason_to_leave(tokens, len(mask))
+                self.planner.note_repeats(given.get("input_ids"), mask)
+                why = self._reason_to_leave(tokens := tokens_in(mask), len(mask))
                 if why is not None:
                     self._engine.counters.skip(why, len(mask))
                     learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
@@ -136,15 +136,15 @@ class Guarded:
         places: Sequence[int],
     ) -> Any:  # fmt: skip
         """The output of a forward that is looked up nowhere; at these places it is tried while no request runs."""
-        start, guard = perf_counter(), self.guard
+        start, worked, guard = perf_counter(), thread_time(), self.guard
         inputs = shallow((args, kwargs)) if places else ((), {})
         with self._engine.open(left=True):
             output = forward(*args, **kwargs)
         if places:
             self._learn_later(forward, inputs, output, mask, places, guard)
-        self.planner.times.record(tokens, len(mask), seconds := perf_counter() - start, reused=False)
+        self.planner.times.record(tokens, len(mask), thread_time() - worked, reused=False)
         if self._store is not None:
-            self._store.took(seconds)
+            self._store.took(perf_counter() - start)
         return output
 
     def _guarded(
@@ -152,7 +152,7 @@ class Guarded:
     ) -> Any:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
-        start = perf_counter()
+        start, worked = perf_counter(), thread_time()
         asking = Asking(room := self.deferred.room, spare_of(room))
         with self._engine.open(asking=asking) as opened:
             try:
@@ -174,7 +174,7 @@ class Guarded:
         finally:
             self._settle(asking)
             self._offer(done.offers, asking, perf_counter() - start)
-            self.planner.took(asking, perf_counter() - start)
+            self.planner.took(asking, thread_time() - worked, len(done.offers))
 
     def _checked(
         self, forward: Model, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, done: Outcome,

@@ -43,6 +43,8 @@ from attmemo.system.locking import ThreadLock
 
 DRAWN: Final = 0.0075
 """Share of the answers to be reused that are verified, whatever was verified before."""
+ALIKE: Final = 8
+"""Sequences of a forward, about, whose unknown changes are tried at once: many of them change the same."""
 HOPE: Final = 4096
 """Inputs without a certificate after which records are seldom tried while no request runs."""
 RARELY: Final = 1 / 16
@@ -156,6 +158,8 @@ class Guard:
             asking = [kind for kind, affordable in zip(kinds, affords, strict=True)
                       if not affordable and Evidence.UNKNOWN <= kind < Evidence.SAME]  # fmt: skip
             seen = max(drawn, min(1.0, most / len(asking))) if asking else drawn
+            unknown = asking.count(Evidence.UNKNOWN)
+            tries = max(drawn, min(seen, ALIKE / unknown)) if unknown else seen
             for (place, count), kind, affordable in zip(times.items(), kinds, affords, strict=True):
                 chance, verdict = self._random.random(), None
                 if kind == Evidence.SAME:
@@ -168,7 +172,7 @@ class Guard:
                     for _ in range(count if verdict is Verdict.SAMPLE else 0):
                         self.certificate.give_back()
                 elif kind >= Evidence.UNKNOWN:
-                    learns = drawn if kind == Evidence.UNSURE else seen
+                    learns = drawn if kind == Evidence.UNSURE else tries if kind == Evidence.UNKNOWN else seen
                     now = Verdict.LEARN if kind < Evidence.FREELY else Verdict.SAMPLE
                     if now is Verdict.SAMPLE:
                         below, above = below + seen, above + seen

@@ -33,6 +33,7 @@ FADES: Final = 0.95
 NICE: Final = 5
 """Added to the thread's nice value: what else runs gets three quarters of a core that both want."""
 _LOOK: Final = 0.005  # seconds between two looks whether work may begin: requests that come and go wake nothing
+_SELDOM: Final = 0.05  # the same where pauses are too short: two hundred looks a second took 2 % of a core
 PATIENCE: Final = 10.0
 """Seconds that a closing process waits for work that runs."""
 
@@ -120,6 +121,12 @@ class Idle:
             return max(max(LONG, self._quiet) - passed, 0.0)
 
     @property
+    def look(self) -> float:
+        """Seconds until it is to be seen again whether work may begin, at most."""
+        with self._lock:
+            return _LOOK if self._quiet + self._takes <= self._expected else _SELDOM
+
+    @property
     def _expected(self) -> float:
         """Seconds that a pause between requests probably takes; 0: not known."""
         return sorted(self._gaps)[1] if len(self._gaps) == GAPS else 0.0
@@ -172,8 +179,9 @@ def _run(own: weakref.ref[Idle], signal: _Signal) -> None:
             except Exception as error:
                 _LOG.warning("attmemo: work for idle times failed: %s", error)
             worked = perf_counter() - start
+        pause = min(rest, idle.look) if rest else worked  # it rests as long as it worked
         del idle
-        signal.closing.wait(min(rest, _LOOK) if rest else worked)  # it rests as long as it worked
+        signal.closing.wait(pause)
 
 
 def _yield_to_others() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from time import perf_counter
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
 from attmemo.guard.guard import Guard
+from attmemo.guard.repeats import Repeats
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.align import Rule, Tokens
@@ -26,6 +29,12 @@ REMEMBERED: Final = 1 << 14
 """Inputs that count once, if they are tried while no request runs."""
 FIRST: Final = 4
 """Sequences of a forward that may become records before it is known what a request takes."""
+UNKNOWN: Final = 2
+"""Sequences of a forward with unknown changes that may become records."""
+AROUND: Final = 0.15
+"""Requests without reuse that a verification costs, about, beside the rows that it computes."""
+FALLS: Final = 0.7
+"""Where the bound of changed answers has fallen to so much of what it was, it is tried anew what records save."""
 
 
 class Asking:
@@ -118,6 +127,9 @@ class Store(Protocol):
     def pay_from(self, account: TimeAccount) -> None:
         """Let this account pay from now on for what is stored beside requests."""
 
+    def waits(self) -> float:
+        """Return the seconds that it takes to store what was offered."""
+
     def awaiting(self, tokens: Tokens, starts: Ints) -> Flags:
         """Return of which sequences ``[B]`` a record may be on its way."""
 
@@ -151,6 +163,8 @@ class GuardedPlanner(RowPlanner):
         self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store
         self._tried_before: set[int] = set()  # hashes of inputs whose records were tried while no request ran
         self.times = TimeAccount(always=not gated)
+        self.repeats = Repeats()
+        self._tried_at = 1.0  # the bound of changed answers, when it was tried last what records save
         if store is not None:
             store.pay_from(self.times)
 
@@ -184,19 +198,50 @@ class GuardedPlanner(RowPlanner):
             return Whole.plan(self, layer, call, spans, forward)
         found, looked = self._look_up(asked, asking)
         evidence = found.evidence
-        most = int(min(self.times.requests, batch)) if self.learns_at_once(asking) else 0
+        self._expect(asked, found)
+        most = self._most(asked, found) if self.learns_at_once(asking) else 0
         asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room, most)
         self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
         beside = {place: asking.reused(place) for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)}
         admitted: dict[int, Tokens] = {}
         if most or self.times.balance is None:
-            places = np.flatnonzero(~served & (evidence != Evidence.ROUNDED))
-            places = places[np.argsort(evidence[places], kind="stable")]  # with nothing alike in the store first
-            places = places[: most or FIRST]
+            places = self._new(evidence, served, beside)[: most or FIRST]
             count = 0 if self._store is None else self._store.admit(asked.lengths[places])
             admitted = _rows_of(asked, places[:count])
         return plan_of(layer, spans, asked, found, served, admitted, beside)
+
+    def _new(self, evidence: npt.NDArray[Any], served: Flags, tried: Mapping[int, Reused]) -> Ints:
+        """Return the sequences of a batch that are worth a record, those with nothing alike in the store first.
+
+        What a record may serve makes no other one, where that is to pay: a third of the records then saves more in the
+        first thousand requests. Of those with unknown changes a few do: if the changes are harmful, they stay unknown.
+        """
+        order: Ints = np.argsort(evidence, kind="stable")
+        if self.times.always:
+            order = order[~served[order] & (evidence[order] != Evidence.ROUNDED)]
+            return order
+        kinds = [order[evidence[order] == kind] for kind in (Evidence.NONE, Evidence.UNKNOWN, Evidence.UNSURE)]
+        kinds[1] = np.array([place for place in kinds[1].tolist() if place not in tried][:UNKNOWN], np.int64)
+        return np.concatenate(kinds)
+
+    def _expect(self, asked: Asked, found: RowPlan) -> None:
+        """Note how much could be reused: each answer that changed makes a proof take as many samples again."""
+        alike = found.evidence >= Evidence.UNKNOWN
+        saved = int((asked.lengths - found.computed)[alike].sum())
+        self.times.expect(saved / len(asked.tokens) / (1 + self.guard.certificate.counts.changed))
+
+    def note_repeats(self, ids: Any, mask: Tensor) -> None:
+        """See how much of these tokens ``[B, L]`` was asked before: learning is lent so much."""
+        self.repeats.look(ids, mask)
+        self.times.repeats(self.repeats.share)
+
+    def _most(self, asked: Asked, found: RowPlan) -> int:
+        """How many of these inputs may be verified at once: those pay that take few rows, more of them."""
+        tried = (found.evidence >= Evidence.UNKNOWN) & (found.evidence < Evidence.SAME)
+        each = float((found.computed[tried] / asked.lengths[tried]).mean()) + AROUND if tried.any() else 1.0
+        owed = 0.0 if self._store is None else self._store.waits()
+        return int(min(self.times.afford(owed) / each, len(tried)))
 
     def learns_at_once(self, asking: Asking) -> bool:
         """Whether answers are verified in the forward itself: while there are idle times, all is learned in those."""
@@ -248,15 +293,20 @@ class GuardedPlanner(RowPlanner):
     def _may_pay(self, seconds_per_row: float | None) -> bool:
         return super()._may_pay(seconds_per_row) and not self.times.rests
 
-    def took(self, asking: Asking, seconds: float) -> None:
-        """Note that a forward took so long, with all that the guard did about it."""
-        verified = len(asking.where(Verdict.SAMPLE, Verdict.LEARN))
-        self.times.record(asking.tokens, asking.sequences, seconds, asking.plan is not None, verified)
+    def took(self, asking: Asking, seconds: float, kept: int = 0) -> None:
+        """Note that a forward took so long, with all that the guard did about it; so many sequences were kept."""
+        verified, found = asking.where(Verdict.SAMPLE, Verdict.LEARN), asking.plan
+        again = 0 if found is None else int(found.computed[verified].sum())
+        self.times.record(asking.tokens, asking.sequences, seconds, found is not None, len(verified) + kept, again)
+        if verified and (highest := self.guard.certificate.highest) <= FALLS * self._tried_at:
+            self._tried_at = highest
+            self.times.try_again()
 
     def begin_anew(self, guard: Guard) -> None:
         """Ask this guard from now on, and time forwards anew."""
         self.guard = guard
         self._tried_before.clear()
+        self._tried_at = 1.0
         self.times = TimeAccount(self.times.always)
         if self._store is not None:
             self._store.pay_from(self.times)

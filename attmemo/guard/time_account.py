@@ -1,10 +1,12 @@
 """What reuse may cost: a small share of the time without it, and half of what it has saved.
 
-Whole forwards are timed, with records and without, everything included that the guard does about them. What a forward
-with records took less than one without was saved; what verifications and stored records took is what learning costs.
-Beside requests, learning goes on while the account covers it: slowly at first, faster once answers are reused, and
-hardly where nothing comes of it. Records serve while that takes less time than none. So forwards take hardly longer
-than without reuse, whatever comes. While no request runs, learning costs nothing (`attmemo.guard.deferred`).
+Whole forwards are timed, with records and without, everything included that the guard does about them: by the
+processor time of their thread, which other processes hardly change. What a forward with records took less than one
+without was saved; what verifications and stored records took is what learning costs. Beside requests, learning goes on
+while the account covers it. Where much is asked that was asked before, it is lent what reuse will pay back; elsewhere
+it goes on slowly, and hardly costs a thing. To look up a batch costs about as much as one of its inputs, whatever is
+learned from it; so the account is saved up, and spent on few forwards. Records serve while that takes less time than
+none. While no request runs, learning costs nothing (`attmemo.guard.deferred`).
 """
 
 from __future__ import annotations
@@ -22,10 +24,21 @@ SHARE: Final = 0.01
 GIVEN: Final = 8.0
 """Requests without reuse whose time the account begins with. It holds no more: so much is lost where a stream
 changes."""
+LENT: Final = 64.0
+"""Requests without reuse whose time is lent to learning where records could supply all rows; where they could supply a
+part, a part of it. Reuse pays it back."""
+SEED: Final = 48.0
+"""The same where all that is asked was asked before, word for word: for the first records."""
+REPEATED: Final = 0.3
+"""Share of what is asked that was asked before from which on this is lent: of logs .5 to .9, of free text .1."""
+FULL: Final = 0.5
+"""Share of `GIVEN` from which on learning begins; it goes on until nothing is left, and nothing is lent."""
+LATELY: Final = 0.25
+"""Weight of the newest forward in what records could supply."""
 SAVED: Final = 0.5
 """Share of what reuse saved that learning may cost."""
 FEW: Final = 8
-"""A forward that verified at most one of so many sequences counts as one that verified nothing."""
+"""A forward that learned from one of so many sequences at most tells what records save, its rows left out."""
 LAST: Final = 8
 """Forwards of a kind that count."""
 OFTEN: Final = 8
@@ -36,7 +49,7 @@ ALIKE: Final = 1.5
 _KNOWN: Final = 2  # forwards without reuse before others are compared with them
 _TRIED: Final = 3  # forwards with records before it is judged what they save
 _MOST_SEEN: Final = 4096
-_WILD: Final = 3.0  # times the usual: what takes longer was not this process
+_WILD: Final = 2.0  # times the usual: what takes longer was not this process
 
 
 @dataclass(slots=True)
@@ -83,6 +96,10 @@ class TimeAccount:
     def __init__(self, always: bool = False) -> None:
         self.always = always
         self.balance: float | None = None  # seconds; None: what they are worth is not known yet
+        self._spends = False  # it was full enough, and something is left
+        self._saved = 0.0  # seconds that reuse saved in all
+        self._alike = 0.0  # share of the rows that records could supply, if all were verified
+        self._repeated = 0.0  # share of what is asked that was asked before
         self._request = _Times()  # seconds a sequence, of forwards without reuse
         self._gains: deque[float] = deque(maxlen=LAST)  # share saved by forwards that verified nothing
         self._sizes: dict[int, _Size] = {}  # by the tokens of the first forward: batches of a stream are all alike
@@ -103,27 +120,48 @@ class TimeAccount:
         with self._lock:
             return self._learns
 
-    @property
-    def requests(self) -> float:
-        """Requests without reuse whose time may be spent on learning in one forward."""
+    def afford(self, owed: float = 0.0) -> float:
+        """Return how many requests without reuse may take their time again, to learn, once `owed` seconds are paid."""
         with self._lock:
             if self.always:
                 return math.inf
-            return self.balance / self._request.mean if self.balance is not None and self._learns else 0.0
+            if self.balance is None or not self._learns:
+                return 0.0
+            return max((self.balance - owed) / self._request.mean + self._lent, 0.0)
+
+    @property
+    def _lent(self) -> float:
+        """Requests that are lent."""
+        return LENT * self._alike + (SEED * self._repeated if self._repeated >= REPEATED else 0.0)
+
+    def expect(self, share: float) -> None:
+        """Records could supply this share of the rows of a forward, if all were verified."""
+        with self._lock:
+            self._alike += LATELY * (share - self._alike)
+            self._see()
+
+    def repeats(self, share: float) -> None:
+        """So much of what is asked lately was asked before."""
+        with self._lock:
+            self._repeated = share
+            self._see()
 
     @property
     def _learns(self) -> bool:
-        return self.always or (self.balance is not None and self.balance > 0.0)
+        return self.always or self._spends
 
     @property
     def _gain(self) -> float:
         """Share of their time that records save lately, without verifications; a little above 0: not known."""
         return statistics.median(self._gains) if len(self._gains) >= _TRIED else SHARE
 
-    def record(self, tokens: int, sequences: int, seconds: float, reused: bool, verified: int = 0) -> None:
-        """A forward of so many tokens and sequences took so long, and so many answers were verified in it.
+    def record(
+        self, tokens: int, sequences: int, seconds: float, reused: bool, learned: int = 0, again: int = 0
+    ) -> None:
+        """A forward of so many tokens and sequences took so long.
 
-        `reused`: it was looked up.
+        `reused`: it was looked up. `learned`: so many answers of it were verified, or kept. `again`: so many rows were
+        computed to verify.
         """
         if not tokens or not sequences:
             return
@@ -138,24 +176,44 @@ class TimeAccount:
             if not size.is_known:
                 return
             usual = tokens * size.whole.mean
-            saved, earned = usual - min(seconds, _WILD * usual), SHARE * usual
-            if reused and FEW * verified <= sequences:
-                self._gains.append(saved / usual)
-                earned += SAVED * saved if saved > 0.0 else saved
+            saved, cost = usual - min(seconds, _WILD * usual), 0.0
+            if reused and FEW * learned > sequences:  # a part of it is paid for once, whatever is verified
+                cost, saved = max(self._gain, 0.0) * usual - saved, max(self._gain, 0.0) * usual
             elif reused:
-                earned += saved - max(self._gain, 0.0) * usual
-                self._gains.clear()  # what was learned may save more
-            self._earn(earned)
+                cost = again * size.whole.mean
+                saved += cost
+                self._gains.append(saved / usual)
+            if reused:
+                before = self._share(self._saved)
+                self._saved += saved
+                saved = self._share(self._saved) - before
+            self._earn(SHARE * usual + (saved if reused else 0.0) - cost)
+
+    @staticmethod
+    def _share(saved: float) -> float:
+        """What learning gets of so many seconds that were saved, or lost, in all.
+
+        Of the sum, not of each forward: times go up and down, and each loss would count twice as much as a gain.
+        """
+        return SAVED * saved if saved > 0.0 else saved
 
     def _earn(self, seconds: float) -> None:
-        balance = GIVEN * self._request.mean if self.balance is None else self.balance
-        self.balance = min(balance + seconds, GIVEN * self._request.mean)
+        most = GIVEN * self._request.mean
+        self.balance = min((most if self.balance is None else self.balance) + seconds, most)
+        self._see()
+
+    def _see(self) -> None:
+        """Begin or end learning, as the account stands."""
+        if self.balance is not None:
+            least = 0.0 if self._spends else FULL * GIVEN
+            self._spends = self.balance > (least - self._lent) * self._request.mean
 
     def spend(self, seconds: float) -> None:
         """Something else took so long that the account is to pay."""
         with self._lock:
             if self.balance is not None:
                 self.balance -= seconds
+                self._see()
 
     def _size_or_none(self, tokens: int) -> _Size | None:
         """The nearest size, as far as sizes were known when so many tokens were seen first; None: all are far."""

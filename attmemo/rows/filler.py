@@ -102,6 +102,11 @@ class Filler(Generic[Item]):
             self._leave_out(len(sizes) - count)
         return count
 
+    @property
+    def waits(self) -> float:
+        """Seconds of work that wait."""
+        return (self._bytes + (self._taken if self._busy else 0)) * self._cost
+
     def offer(self, items: Sequence[Item], sizes: Sequence[int]) -> int:
         """Hand over, and return how many were taken, the first ones. `sizes`: bytes that each holds back.
 

@@ -129,6 +129,10 @@ class GrowingRows(RowStore):
                 self._offered[hash_of(one.tokens)] = one
             self._filler.offer(offers, [len(one.body) for one in offers])
 
+    def waits(self) -> float:
+        """Return the seconds that it takes to store what was offered."""
+        return self._filler.waits
+
     def pay_from(self, account: Account) -> None:
         """Let this account pay from now on for what is stored beside requests."""
         self._filler.pace.account = account
