@@ -84,25 +84,6 @@ def layer(
     _bench("layer", locals())
 
 
-@app.command()
-def rows(
-    family: Annotated[str, typer.Option(help="Model family with blocks, as attmemo families lists them.")] = "bert",
-    hidden: Hidden = 768,
-    heads: Heads = 12, length: Length = 128, batch: Batch = 8,
-    dtype: Computed = "bfloat16",
-    layers: Layers = 2,
-    storage: Annotated[
-        Literal["int8", "bfloat16", "float16", "float32"], typer.Option(help="How rows are stored.")
-    ] = "int8",
-    repeats: Repeats = 5, max_bytes: MaxBytes = EIGHT_GIB, json: Json = None, quiet: Quiet = False,
-) -> None:  # fmt: skip
-    """Time blocks over packed rows.
-
-    A random model of this shape, when records supply a share of the rows: a column for each share that is computed.
-    """
-    _bench("rows", locals())
-
-
 app.command("peers")(peers)
 
 

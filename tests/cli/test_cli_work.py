@@ -104,7 +104,6 @@ class TestWork:
             "gather --heads 2 --length 16 --batch 2 --width 8 --repeats 1 --dtype float32",
             "search --records 100 --dimension 8 --queries 4 --repeats 1 --backend flat",
             "layer --hidden 16 --heads 2 --length 16 --batch 2 --layers 1 --repeats 1",
-            "rows --hidden 32 --heads 2 --length 20 --batch 2 --layers 1 --repeats 1 --dtype float32",
         ],
     )
     def test_bench(self, args: str) -> None:
@@ -114,10 +113,6 @@ class TestWork:
         assert found["rows"]
         named, *measured = [key for key in found["rows"][0] if key not in found["conditions"]]
         assert {*measured, *(row[named] for row in found["rows"])} <= set(out.split())
-
-    def test_bench_of_rows_refuses_a_family_without_blocks(self) -> None:
-        said = refuse("bench", "rows", "--family", "gpt2", "--hidden", "32", "--heads", "2", "--length", "16")
-        assert "cannot run the blocks" in said
 
     def test_bench_of_a_shape_that_is_none(self) -> None:
         assert "multiple of heads" in refuse("bench", "layer", "--hidden", "100", "--heads", "12")

@@ -21,7 +21,7 @@ from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.maps.source import multiply
 from attmemo.mmap import Batch, MapFetcher, ViewFetcher, page_size
-from attmemo.profiler.bench import bench_gather, bench_layer, bench_rows, bench_search, gather, layer
+from attmemo.profiler.bench import bench_gather, bench_layer, bench_search, gather, layer
 from attmemo.profiler.bench.gather import VARIANTS
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.system.machine import conditions
@@ -367,39 +367,3 @@ class TestAllFamilies:
         assert not nothing["rows"]
         left_out = [note.split(" is left out")[0] for note in nothing["notes"]]
         assert left_out == ["t5, float32, 1 x 8", "t5, float32, 2 x 8"]
-
-
-# -- rows
-
-
-ROWS: dict[str, Any] = {"hidden": 32, "heads": 2, "length": 40, "batch": 3, "layers": 2, "repeats": 1}
-
-
-@pytest.mark.parametrize(("family", "dtype", "storage"), [
-    ("bert", "float32", "int8"), ("bert", "bfloat16", "bfloat16"), ("deberta-v2", "float32", "float16"),
-    ("modernbert", "float32", "int8"), ("mpnet", "float32", "float32"),
-])  # fmt: skip
-def test_rows_are_timed_at_every_share(family: str, dtype: str, storage: str) -> None:
-    result = bench_rows(**ROWS, family=family, dtype=dtype, storage=storage, shares=(0.25, 0.5, 1.0))
-    check(result, "ms", "ms_min")
-    stock, *rows = result["rows"]
-    assert stock["name"] == "stock"
-    assert [row["name"] for row in rows] == ["25%", "50%", "100%"]
-    assert [row["rows"] for row in rows] == [30, 60, 120]
-    assert [row["limit"] for row in rows] == [4.0, 2.0, 1.0]
-    assert rows[-1]["speedup"] == 1.0
-    assert result["conditions"]["storage"] == storage
-
-
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"shares": (0.0, 1.0)}, "shares are above 0"), ({"storage": "uint8"}, "storage"), ({"batch": 0}, "batch"),
-    ({"family": "bret"}, "family"), ({"dtype": "float16"}, "dtype"),
-])  # fmt: skip
-def test_rows_of_nonsense_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        bench_rows(**ROWS | changes)
-
-
-def test_rows_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(StorageFullError):
-        bench_rows(**ROWS, max_bytes=1000)
