@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,31 +19,20 @@ def silent(_what: str, _done: int, _total: int) -> None:
 
 @dataclass
 class Times:
-    """One job: milliseconds, and minor page faults of the whole process, turn by turn."""
+    """One job: milliseconds, turn by turn."""
 
     milliseconds: list[float] = field(default_factory=list)
-    faults: list[int] = field(default_factory=list)
 
     def take(self, job: Job, turn: int) -> None:
         """Time a turn of a job."""
-        faults, start = _faults(), time.perf_counter()
+        start = time.perf_counter()
         result = job(turn)
-        spent = time.perf_counter() - start
-        self.faults.append(_faults() - faults)
-        self.milliseconds.append(1e3 * spent)
+        self.milliseconds.append(1e3 * (time.perf_counter() - start))
         del result  # freed outside the time
 
     @property
     def ms(self) -> float:
         return median(self.milliseconds)
-
-    @property
-    def faults_median(self) -> int:
-        return int(median(self.faults))
-
-
-def _faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def alternate(names: Sequence[Name], turn: int) -> list[Name]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import typer
 
 from attmemo.cli.console import Output, cell, output
-from attmemo.cli.options import EIGHT_GIB, Json, Precision, Quiet, Residency, count, parse_size, precision
+from attmemo.cli.options import EIGHT_GIB, Json, Precision, Quiet, count, parse_size, precision
 from attmemo.cli.peers import peers
 from attmemo.errors import AttmemoError
 
@@ -33,18 +33,15 @@ MaxBytes = Annotated[
 @app.command()
 def gather(
     heads: Heads = 12, length: Length = 512, batch: Batch = 32,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "uint8"], typer.Option(help="Storage of maps.")
-    ] = "bfloat16",
-    residency: Residency = "page-cache",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Storage of maps.")] = "bfloat16",
     width: Annotated[int, count("Width of a head.")] = 64,
     repeats: Repeats = 9, max_bytes: MaxBytes = EIGHT_GIB, json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Time the fetch of a batch of maps.
 
-    Alone and with the product with V that follows: copied, remapped, as views, where they lie, and already there.
+    Alone and with the product with V that follows: copied, remapped, where they lie, and already there.
     """
-    _bench("gather", locals(), _show_gather)
+    _bench("gather", locals())
 
 
 @app.command()
@@ -87,19 +84,6 @@ def layer(
 app.command("peers")(peers)
 
 
-def _show_gather(out: Output, found: Mapping[str, Any]) -> None:
-    """The table, and the same in a sentence."""
-    _show_rows(out, found)
-    said = [
-        f"{found['fetcher']!r}, the choice here, takes {found['chosen_over_contiguous']:.3g} times as long as A·V of "
-        f"maps already there",
-        f"a fresh copy {found['copy_over_map']:.3g} times as long as map + unmap",
-    ]
-    if found["map_matmul_over_contiguous"] is not None:
-        said.insert(1, f"map + A·V + unmap {found['map_matmul_over_contiguous']:.3g} times")
-    out.say(f"{'; '.join(said)}.")
-
-
 def _show_rows(out: Output, found: Mapping[str, Any]) -> None:
     """Many numbers of few variants: a column for each row of the result."""
     rows: list[dict[str, Any]] = found["rows"]
@@ -109,9 +93,7 @@ def _show_rows(out: Output, found: Mapping[str, Any]) -> None:
     out.table("", ("", *("map + unmap" if name == "map" else name for name in names)), lines)
 
 
-def _bench(
-    name: str, values: dict[str, Any], show: Callable[[Output, Mapping[str, Any]], None] = _show_rows
-) -> None:  # fmt: skip
+def _bench(name: str, values: dict[str, Any]) -> None:
     """Run a benchmark with the values of its command, and show its rows, notes and conditions."""
     with output(values.pop("json"), values.pop("quiet")) as out:
         from attmemo.profiler import bench
@@ -120,7 +102,6 @@ def _bench(
             found = getattr(bench, f"bench_{name}")(**values, progress=out.stages)
         except ValueError as error:
             raise AttmemoError(f"{error}.", "see --help for what the options take") from error
-        show(out, found)
+        _show_rows(out, found)
         out.notes(found["notes"])
         out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])
-        out.result(found)

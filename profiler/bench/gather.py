@@ -1,11 +1,13 @@
-"""The cost of fetching maps: copy, window, view; alone and with the A·V that follows; and A·V without a fetch."""
+"""The cost of fetching maps: copy and window, alone and with the A·V that follows; and A·V without a fetch."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +15,19 @@ import torch
 from torch import Tensor
 
 from attmemo.db import KIND_MAP, SlotKind
-from attmemo.db.encodings import TYPES, pack, unpack
+from attmemo.db.encodings import TYPES
 from attmemo.db.slots import SlotClass
 from attmemo.errors import AttmemoError
 from attmemo.kernels.map_product import is_direct
 from attmemo.maps.source import multiply, multiply_fetched
-from attmemo.mmap import Arena, Residency, SlotLayout
-from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher, ViewFetcher
+from attmemo.mmap import Arena, SlotLayout, choose_fetcher
+from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher
 from attmemo.profiler.bench import limits
 from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.system.machine import conditions
 
 Ints = npt.NDArray[np.int64]
-VARIANTS: Final = ("copy", "copy_reused", "map", "view", "direct", "contiguous")  # see `bench_gather`
+VARIANTS: Final = ("copy", "copy_reused", "map", "direct", "contiguous")  # see `bench_gather`
 _PRODUCT_TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -62,19 +64,15 @@ class _Work:
     def put_there(self, arena: Arena, turn: int) -> None:
         """Have the maps of this turn there for ``contiguous``."""
         for place, slot in enumerate(self.slots[turn].tolist()):
-            self.there[place].copy_(unpack(arena.slot(slot)))
+            self.there[place].copy_(arena.slot(slot))
 
     def jobs(self, arena: Arena) -> dict[str, Job]:
-        """By variant: the fetch and the end of its batch; as ``<variant>_matmul``, the same with A·V.
-
-        Maps in 8 bits are fetched as they are stored, so that only two variants have a product with V.
-        """
+        """By variant: the fetch and the end of its batch; as ``<variant>_matmul``, the same with A·V."""
         jobs: dict[str, Job] = {}
         for name, fetcher in self.fetchers.items():
             if name != "contiguous":
                 jobs[name] = partial(self._fetch, arena, fetcher)
-            if name == "contiguous" or arena.layout.dtype == self.values.dtype:
-                jobs[f"{name}_matmul"] = partial(self._product, arena, fetcher)
+            jobs[f"{name}_matmul"] = partial(self._product, arena, fetcher)
         return jobs | {"direct_matmul": partial(self._direct, arena)}
 
     def _fetch(self, arena: Arena, fetcher: Fetcher, turn: int) -> None:
@@ -111,8 +109,7 @@ class _Work:
 
 def bench_gather(
     *, heads: int = 12, length: int = 512, batch: int = 32, dtype: str = "bfloat16", width: int = 64,
-    residency: Residency = "page-cache", repeats: int = 9, max_bytes: int = limits.MAX_BYTES,
-    progress: Progress = silent,
+    repeats: int = 9, max_bytes: int = limits.MAX_BYTES, progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """Cost of fetching a batch of maps scattered in an arena, alone and with the A·V that follows.
 
@@ -122,11 +119,8 @@ def bench_gather(
     ----------
     heads, length, batch, width : int
         Maps are ``[batch, heads, length, length]``, V is ``[batch, heads, length, width]``.
-    dtype : {"float32", "bfloat16", "float16", "uint8"}
-        Of the stored maps, and of V; with maps in 8 bits (`attmemo.db.encodings`) V is float32, and only ``direct``
-        and ``contiguous`` have a product, the others None.
-    residency : {"page-cache", "hugepages"}
-        Where the arena is served from.
+    dtype : {"float32", "bfloat16", "float16"}
+        Of maps and of V.
     repeats : int
         Turns counted, each with other slots.
     max_bytes, progress : int and callable
@@ -136,103 +130,75 @@ def bench_gather(
     -------
     dict
         ``rows``: for each ``variant`` (``copy`` into a fresh tensor; ``copy_reused`` into a kept one; ``map``, a
-        window mapped, and made inaccessible at the end of the batch, all in the time; ``view``, no gathering, one
-        product for each record; ``direct``, our kernel reads the maps where they lie; ``contiguous``, maps that are
-        there already)
-        ``fetch_ms``, ``fetch_matmul_ms``, ``gb_per_s`` and ``gb_per_s_matmul`` (10⁹ bytes of the maps, as they are
-        read, by those times), ``faults`` and ``faults_matmul`` (minor page faults in a batch); None without a fetch.
-        ``fetcher``, the choice of the engine here; ``page_bytes``, the pages of the arena; ``window_page_bytes``,
-        those of a window over it; ``residency``, where the arena really was, and ``notice``, what it said about that,
-        or None; ``bytes``, those of a batch as it is stored. Ratios of times: ``chosen_over_contiguous``,
-        ``map_matmul_over_contiguous`` (with products), ``copy_over_map``. ``conditions`` and ``notes``.
+        window mapped, and made inaccessible at the end of the batch, all in the time; ``direct``, our kernel reads the
+        maps where they lie; ``contiguous``, maps that are there already) ``fetch_ms``, None without a fetch, and
+        ``fetch_matmul_ms``. ``fetcher``, the choice of the engine here; ``page_bytes``, the pages of the arena;
+        ``window_page_bytes``, those of a window over it; ``bytes``, those of a batch. ``conditions`` and ``notes``.
 
     Raises
     ------
-    ValueError, StorageFullError, AttmemoError
-        A size or name is none; there is no room; the variants did not give the same maps or products.
+    StorageFullError, AttmemoError
+        There is no room; the variants did not give the same maps or products.
     """
-    limits.check_sizes(heads=heads, length=length, batch=batch, width=width, repeats=repeats, max_bytes=max_bytes)
-    limits.check_choice("dtype", dtype, ("float32", "bfloat16", "float16", "uint8"))
-    limits.check_choice("residency", residency, get_args(Residency))
     where = conditions()
     shape, kind = (heads, length, length), TYPES[dtype]
-    wide = torch.float32 if kind == torch.uint8 else kind
     # As in a database: where slots begin decides which pages a window over them can have.
     layout = SlotClass.make(SlotKind(KIND_MAP, 1, dtype, shape), length).layout.with_slots(2 * batch)
     nbytes = batch * layout.nbytes
-    there_bytes = nbytes // kind.itemsize * wide.itemsize
-    generator = torch.Generator().manual_seed(limits.SEED)
-    # A fresh copy, a kept one and the maps that are there already; huge pages hold the arena a second time. V, its
-    # product, and both of them in another layout.
-    in_memory = 2 * nbytes + there_bytes + (2 if residency == "hugepages" else 1) * layout.file_bytes
-    in_memory += 4 * batch * heads * length * width * wide.itemsize
+    # A fresh copy, a kept one, the maps that are there already, and the arena; V, its product, and both of them in
+    # another layout.
+    in_memory = 3 * nbytes + layout.file_bytes + 4 * batch * heads * length * width * kind.itemsize
+    limits.check_room(in_memory, layout.file_bytes, max_bytes)
     notes = limits.busy(where)
-    with limits.temporary_folder(layout.file_bytes, in_memory, max_bytes) as folder:
-        scattered = np.random.default_rng(limits.SEED)
-        file = folder / "bench.slots"
-        _write_maps(file, layout, dtype, generator, progress)
-        values = torch.randn(batch * length, heads * width, generator=generator).to(wide)
-        mapped = MapFetcher(strict=True)  # nothing of a batch can be read after its end
+    generator, scattered = torch.Generator().manual_seed(limits.SEED), np.random.default_rng(limits.SEED)
+    mapped = MapFetcher(strict=True)  # nothing of a batch can be read after its end
+    with tempfile.TemporaryDirectory(prefix=limits.PREFIX) as folder:
+        file = Path(folder) / "bench.slots"
+        _write_maps(file, layout, generator, progress)
+        values = torch.randn(batch * length, heads * width, generator=generator).to(kind)
         fetchers: dict[str, Any] = {
             "copy": CopyFetcher(),
             "copy_reused": _Buffer(torch.empty(batch, *shape, dtype=kind), fill=True),
             "map": mapped,
-            "view": ViewFetcher(),
-            "contiguous": _Buffer(torch.empty(batch, *shape, dtype=wide), fill=False),
+            "contiguous": _Buffer(torch.empty(batch, *shape, dtype=kind), fill=False),
         }
-        slots = [scattered.permutation(layout.slots)[:batch] for _ in range(1 + repeats)]
-        work = _Work(slots, values, fetchers)
+        work = _Work([scattered.permutation(layout.slots)[:batch] for _ in range(1 + repeats)], values, fetchers)
         try:
-            with Arena(file, layout, residency) as arena:
+            with Arena(file, layout) as arena:
                 work.check(arena)
                 before = partial(work.put_there, arena)
                 found = interleave(work.jobs(arena), repeats, before=before, tell=progress)
                 del before  # or it keeps the arena mapped
-                notice = arena.notice and arena.notice.replace(str(file), "the arena")
-                notes += [notice] if notice else []
-                direct = is_direct(arena.layout.shape, arena.layout.dtype, wide)
-                chosen = "direct" if direct else limits.fetcher_name("auto", arena)
+                with closing(choose_fetcher("auto", arena.window_page_bytes)) as chosen:
+                    fetcher = "direct" if is_direct(shape, kind, kind) else chosen.name
                 facts = {
-                    "fetcher": chosen, "page_bytes": arena.page_bytes, "residency": arena.residency,
-                    "window_page_bytes": arena.window_page_bytes, "notice": notice,
+                    "fetcher": fetcher, "page_bytes": arena.page_bytes, "window_page_bytes": arena.window_page_bytes,
                 }  # fmt: skip
                 if not arena.mapping.layout.dense:
-                    notes.append("slots are padded to pages: 'map' is multiplied one record at a time, as 'view' is")
+                    notes.append("slots are padded to pages: 'map' is multiplied one record at a time")
         finally:
             for fetcher in fetchers.values():
                 fetcher.close()
-        if mapped.fallbacks:
-            notes.append(f"{mapped.fallbacks} batches of 'map' were copied instead: {mapped.fallback_reason}")
-    if wide != kind:
-        notes.append("maps in 8 bits: V is float32; only 'direct' multiplies them as they are stored")
+    if mapped.fallbacks:
+        notes.append(f"{mapped.fallbacks} batches of 'map' were copied instead: {mapped.fallback_reason}")
     settings = {"heads": heads, "length": length, "batch": batch, "dtype": dtype, "width": width}
-    rows = []
-    for name in VARIANTS:
-        read = there_bytes if name == "contiguous" else nbytes
-        alone, product = found.get(name), found.get(f"{name}_matmul")
-        rows.append({
-            "variant": name, **settings, "fetch_ms": alone and alone.ms, "fetch_matmul_ms": product and product.ms,
-            "gb_per_s": alone and read / alone.ms / 1e6, "gb_per_s_matmul": product and read / product.ms / 1e6,
-            "faults": alone and alone.faults_median, "faults_matmul": product and product.faults_median,
-        })  # fmt: skip
-    there, mapped_product = found["contiguous_matmul"].ms, found.get("map_matmul")
-    ratios = {
-        "chosen_over_contiguous": found[f"{facts['fetcher']}_matmul"].ms / there,
-        "copy_over_map": found["copy"].ms / found["map"].ms,
-        "map_matmul_over_contiguous": mapped_product and mapped_product.ms / there,
-    }
-    where |= settings | {"repeats": repeats, "residency": facts["residency"], "notice": facts["notice"]}
-    return {"rows": rows, **ratios, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
+    rows = [
+        {"variant": name, **settings, "fetch_ms": found[name].ms if name in found else None,
+         "fetch_matmul_ms": found[f"{name}_matmul"].ms}
+        for name in VARIANTS
+    ]  # fmt: skip
+    where |= settings | {"repeats": repeats}
+    return {"rows": rows, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
 
 
-def _write_maps(file: Path, layout: SlotLayout, dtype: str, generator: torch.Generator, progress: Progress) -> None:
+def _write_maps(file: Path, layout: SlotLayout, generator: torch.Generator, progress: Progress) -> None:
     """Random probability maps, one in each slot."""
     with file.open("wb") as stream:
         stream.write(bytes(layout.header))
         for slot in range(layout.slots):
             progress("records", slot, layout.slots)
             apm = torch.randn(layout.shape, generator=generator).mul_(2.0).softmax(-1)
-            stream.write(pack(apm, dtype, causal=False).view(torch.uint8).numpy().tobytes())
+            stream.write(apm.to(layout.dtype).view(torch.uint8).numpy().tobytes())
             stream.write(bytes(layout.stride - layout.nbytes))
         stream.flush()
         os.fsync(stream.fileno())  # or the kernel writes them out while we measure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, cycle
@@ -13,8 +14,8 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from attmemo.db import KIND_MAP, Database, DatabaseWriter
-from attmemo.db.encodings import STORAGE, TYPES
+from attmemo.db import Database, DatabaseWriter
+from attmemo.db.encodings import TYPES
 from attmemo.embed.indexing import build_indexes
 from attmemo.embed.lookup import LookupName
 from attmemo.embed.training import TrainOptions, train
@@ -104,8 +105,7 @@ def bench_layer(
         ``rows``, one for each variant: ``exact`` (the stock model, with fused attention where the family has it),
         ``exact-eager`` (if asked, where ``exact`` is another), ``memoized-sequence``, ``memoized-layer`` (one lookup
         for all layers, or one in each), ``ceiling`` (the hit path without lookup and fetch, on maps that are in
-        contiguous memory already); with ``ms``, ``ms_min``, ``speedup`` (against ``exact``), ``speedup_best`` (against
-        the fastest exact one).
+        contiguous memory already); with ``ms`` and ``speedup`` (against ``exact``).
 
         For the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (mean over layers; one
         lookup for all is divided among them), ``share_of_ceiling`` (saving over ``exact``, as a share of the
@@ -116,12 +116,12 @@ def bench_layer(
     Raises
     ------
     ValueError, StorageFullError, AttmemoError
-        A size or name is none; there is no room; the ceiling, on the model's own maps, gives another output.
+        There is no such family or shape; there is no room; the ceiling, on the model's own maps, gives another output.
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
-    limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    limits.check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS if adapter.has_maps))
-    limits.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
+    known = [adapter.family for adapter in ADAPTERS if adapter.has_maps]
+    if family not in known:
+        raise ValueError(f"family: {family!r} is not one of {', '.join(known)}")
     if hidden % heads:
         raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
     storage = "bfloat16" if dtype == "bfloat16" else "float16"  # as attmemo.profiler.build does
@@ -132,13 +132,14 @@ def bench_layer(
     items = heads * length * length + length * hidden
     stored = records * layers * items * TYPES[storage].itemsize
     in_memory = stored + 3 * batch * layers * items * TYPES[dtype].itemsize
-    with limits.temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
+    limits.check_room(in_memory, stored, max_bytes)
+    with tempfile.TemporaryDirectory(prefix=limits.PREFIX) as folder, torch.random.fork_rng(devices=[]):
         model = random_model(family, hidden, heads, length, layers, dtype)
         adapter = adapter_for(model)[0]
         implementation = str(getattr(adapter.host(model).config, "_attn_implementation", "eager"))
         generator = torch.Generator().manual_seed(limits.SEED)
         progress("database", 0, 1)
-        path = folder / "database"
+        path = Path(folder) / "database"
         with limits.threads_kept(notes):
             _build_database(path, model, storage, random_inputs(family, generator, records, length, dtype), batch)
         progress("database", 1, 1)
@@ -163,13 +164,7 @@ def bench_layer(
             jobs = {name: _forward_job(adapter, adapter.host(models[name]), inputs) for name in names}
             with torch.inference_mode():
                 found = interleave(jobs, repeats, after=lambda name, turn: watched[name].note(turn), tell=progress)
-            arena = database.arena(KIND_MAP, length)
-            if arena.notice is not None:
-                notes.append(arena.notice.replace(str(path), "the database"))
-            facts: dict[str, Any] = {"page_bytes": arena.page_bytes, "residency": arena.residency}
-            facts["fetch"] = limits.fetcher_name("auto", arena)
     stock, floor = found["exact"].ms, found["ceiling"].ms
-    best = min(times.ms for name, times in found.items() if name.startswith("exact"))
     if stock <= floor:
         notes.append("the ceiling saves nothing over the exact model here: memoization cannot pay at this shape")
     rows = []
@@ -177,9 +172,8 @@ def bench_layer(
         row: dict[str, Any] = {
             "variant": name, "family": family, **sizes, "dtype": dtype,
             "attention": ("eager" if name == "exact-eager" else implementation) if name.startswith("exact") else None,
-            "ms": times.ms, "ms_min": min(times.milliseconds), "speedup": stock / times.ms,
-            "speedup_best": best / times.ms, "attention_ms_per_layer": clocks[name].ms if name in clocks else None,
-            **dict.fromkeys(_OF_SERVED),
+            "ms": times.ms, "speedup": stock / times.ms,
+            "attention_ms_per_layer": clocks[name].ms if name in clocks else None, **dict.fromkeys(_OF_SERVED),
         }  # fmt: skip
         if name in served:
             lookups_ms, serves_ms, hit_rates = zip(*served[name].seen, strict=True)
@@ -192,7 +186,7 @@ def bench_layer(
         rows.append(row)
     where |= {
         "dtype": dtype, "storage_dtype": storage, "batch_size": batch, "max_length": length, "records": records,
-        "repeats": repeats, "attention": implementation, **facts,
+        "repeats": repeats, "attention": implementation,
     }  # fmt: skip
     return {"rows": rows, "conditions": where, "notes": notes}
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from attmemo.errors import StorageFullError
-from attmemo.mmap import Arena, FetcherName, choose_fetcher
 from attmemo.system.memory import available_memory
 
 MAX_BYTES: Final = 8 << 30  # that a benchmark writes or allocates, by default
 SEED: Final = 20240229
+PREFIX: Final = "attmemo-bench-"  # of temporary folders
 
 
 def busy(where: Mapping[str, Any]) -> list[str]:
@@ -40,47 +39,17 @@ def threads_kept(notes: list[str] | None = None) -> Iterator[None]:
                 notes.append(f"loading an index changed torch from {before} to {after} threads; {before} are measured")
 
 
-def fetcher_name(fetch: FetcherName, arena: Arena) -> str:
-    """The fetcher that "auto", or another choice, is for this arena."""
-    fetcher = choose_fetcher(fetch, arena.window_page_bytes)
-    fetcher.close()
-    return fetcher.name
-
-
-def check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
-
-
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
-
-
-@contextmanager
-def temporary_folder(on_disk: int, in_memory: int, max_bytes: int) -> Iterator[Path]:
-    """A temporary folder with enough room, or a StorageFullError that names what is missing."""
-    if on_disk > max_bytes:
-        raise _too_large(on_disk, f"the limit is {_mib(max_bytes)}")
-    check_memory(in_memory, None)
-    with tempfile.TemporaryDirectory(prefix="attmemo-bench-") as name:
-        free = shutil.disk_usage(name).free
-        if on_disk > free:
-            raise _too_large(on_disk, f"{_mib(free)} are free in the folder for temporary files")
-        yield Path(name)
-
-
-def check_memory(nbytes: int, max_bytes: int | None) -> None:
-    if max_bytes is not None and nbytes > max_bytes:
-        raise _too_large(nbytes, f"the limit is {_mib(max_bytes)}")
-    room = available_memory()
-    if room is not None and nbytes > room:
-        raise _too_large(nbytes, f"{_mib(room)} of memory are available")
-
-
-def _too_large(nbytes: int, why: str) -> StorageFullError:
-    return StorageFullError(f"the benchmark needs {_mib(nbytes)}; {why}.", "ask for smaller sizes, or more max_bytes")
+def check_room(in_memory: int, on_disk: int, max_bytes: int) -> None:
+    """Raise a StorageFullError that names what is missing, before anything is allocated or written."""
+    bounds = (
+        (on_disk or in_memory, max_bytes, "the limit is {}"),
+        (in_memory, available_memory(), "{} of memory are available"),
+        (on_disk, shutil.disk_usage(tempfile.gettempdir()).free, "{} are free in the folder for temporary files"),
+    )
+    for nbytes, most, why in bounds:
+        if most is not None and nbytes > most:
+            what = f"the benchmark needs {_mib(nbytes)}; {why.format(_mib(most))}."
+            raise StorageFullError(what, "ask for smaller sizes, or more max_bytes")
 
 
 def _mib(nbytes: int) -> str:

@@ -20,16 +20,16 @@ import attmemo
 from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.maps.source import multiply
-from attmemo.mmap import Batch, MapFetcher, ViewFetcher, page_size
+from attmemo.mmap import Batch, MapFetcher, page_size
 from attmemo.profiler.bench import bench_gather, bench_layer, bench_search, gather, layer
-from attmemo.profiler.bench.gather import VARIANTS
+from attmemo.profiler.bench.gather import VARIANTS, CopyFetcher
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.system.machine import conditions
 
 GATHER: dict[str, Any] = {"heads": 2, "length": 16, "batch": 3, "width": 4, "repeats": 2}
 SEARCH: dict[str, Any] = {"records": 200, "dimension": 8, "queries": 5, "repeats": 2}
 LAYER: dict[str, Any] = {"hidden": 32, "heads": 2, "length": 16, "batch": 3, "layers": 1, "repeats": 2}
-FETCHED = ("copy", "copy_reused", "map", "view")
+FETCHED = ("copy", "copy_reused", "map")
 
 
 @pytest.fixture(autouse=True)
@@ -78,42 +78,18 @@ def test_a_busy_machine_is_noted(load: float, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("length", [16, 32])  # slots padded to a page of 4 KiB; slots that fill it
 def test_gather_has_a_row_for_every_variant(dtype: str, length: int) -> None:
     result = bench_gather(**(GATHER | {"length": length}), dtype=dtype)
-    check(result, "fetch_matmul_ms", "gb_per_s_matmul")
+    check(result, "fetch_matmul_ms")
     rows = {row["variant"]: row for row in result["rows"]}
     assert tuple(rows) == (*FETCHED, "direct", "contiguous") == VARIANTS
     for name in FETCHED:
         assert rows[name]["fetch_ms"] > 0
-        assert rows[name]["gb_per_s"] > 0
-        assert rows[name]["faults"] >= 0
-    for name in ("direct", "contiguous"):
-        assert rows[name]["fetch_ms"] is rows[name]["gb_per_s"] is rows[name]["faults"] is None
-    assert all(row["faults_matmul"] >= 0 for row in result["rows"])
+    assert rows["direct"]["fetch_ms"] is rows["contiguous"]["fetch_ms"] is None
     # Values in half precision are left to torch.
     assert result["fetcher"] in (("direct",) if dtype == "float32" else ("map", "view"))
     assert result["page_bytes"] >= result["window_page_bytes"] > 0
-    both = {name: row["fetch_matmul_ms"] for name, row in rows.items()}
-    assert result["chosen_over_contiguous"] == both[result["fetcher"]] / both["contiguous"]
-    assert result["map_matmul_over_contiguous"] == both["map"] / both["contiguous"]
-    assert result["copy_over_map"] == rows["copy"]["fetch_ms"] / rows["map"]["fetch_ms"]
     one = GATHER["heads"] * length**2 * (4 if dtype == "float32" else 2)
     assert result["bytes"] == GATHER["batch"] * one
     assert any("padded" in note for note in result["notes"]) == (one % page_size() > 0)
-
-
-def test_gather_of_maps_in_8_bits_has_two_products() -> None:
-    result = bench_gather(**GATHER, dtype="uint8")
-    json.dumps(result, allow_nan=False)
-    assert result["fetcher"] == "direct"
-    assert result["bytes"] == GATHER["batch"] * GATHER["heads"] * GATHER["length"] ** 2
-    rows = {row["variant"]: row for row in result["rows"]}
-    for name in FETCHED:
-        assert rows[name]["fetch_ms"] > 0
-        assert rows[name]["fetch_matmul_ms"] is None
-    assert rows["direct"]["fetch_matmul_ms"] > 0
-    assert rows["contiguous"]["fetch_matmul_ms"] > 0
-    assert result["chosen_over_contiguous"] > 0
-    assert result["map_matmul_over_contiguous"] is None
-    assert any("8 bits" in note for note in result["notes"])
 
 
 def test_gather_unmaps_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +107,6 @@ def test_gather_unmaps_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("copied instead" in note for note in result["notes"])
 
 
-def test_gather_says_what_became_of_huge_pages() -> None:
-    result = bench_gather(**GATHER, residency="hugepages")
-    assert result["residency"] == "hugepages" or "huge pages asked" in result["notice"]
-    assert result["conditions"]["residency"] == result["residency"]
-
-
 def test_gather_refuses_a_product_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(arena: Any, slots: Any, *rest: Any) -> None:
         multiply(arena, np.roll(slots, 1), *rest)
@@ -146,25 +116,24 @@ def test_gather_refuses_a_product_that_differs(monkeypatch: pytest.MonkeyPatch) 
         bench_gather(**GATHER)
 
 
-def test_the_command_says_the_ratios(tmp_path: Path) -> None:
+def test_the_command_shows_the_variants(tmp_path: Path) -> None:
     numbers = tmp_path / "g.json"
     sizes = ["bench", "gather", "--heads", "2", "--length", "16", "--batch", "3", "--width", "4", "--repeats", "1"]
     shown = CliRunner().invoke(app, [*sizes, "--json", str(numbers)])
     assert shown.exit_code == 0, shown.output
     assert "map + unmap" in shown.stdout
-    assert "the choice here, takes" in shown.stdout
     assert json.loads(numbers.read_text())["conditions"]["heads"] == 2
 
 
 def test_gather_refuses_variants_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of a fetch that reads other records would be worthless."""
 
-    class Wrong(ViewFetcher):
+    class Wrong(CopyFetcher):
         def fetch(self, arena: Any, slots: Any) -> Batch:
             return super().fetch(arena, np.roll(slots, 1))
 
-    monkeypatch.setattr(gather, "ViewFetcher", Wrong)
-    with pytest.raises(AttmemoError, match="'view' gave other maps"):
+    monkeypatch.setattr(gather, "CopyFetcher", Wrong)
+    with pytest.raises(AttmemoError, match="'copy' gave other maps"):
         bench_gather(**GATHER)
 
 
@@ -207,10 +176,10 @@ def test_search_of_a_single_record() -> None:
 @pytest.mark.parametrize(("family", "dtype"), [("bert", "float32"), ("deberta-v2", "bfloat16")])
 def test_layer_serves_every_row(family: Any, dtype: str) -> None:
     result = bench_layer(family=family, dtype=dtype, **LAYER)
-    check(result, "ms", "ms_min", "speedup", "speedup_best")
+    check(result, "ms", "speedup")
     rows = {row["variant"]: row for row in result["rows"]}
     assert tuple(rows) == ("exact", "memoized-sequence", "memoized-layer", "ceiling")
-    assert rows["exact"]["speedup"] == rows["exact"]["speedup_best"] == 1.0
+    assert rows["exact"]["speedup"] == 1.0
     assert rows["exact"]["attention"] == ("sdpa" if family == "bert" else "eager")
     for name in ("memoized-sequence", "memoized-layer"):
         assert rows[name]["hit_rate"] == 1.0
@@ -231,8 +200,6 @@ def test_layer_times_eager_attention_only_where_the_exact_model_has_another(fami
     if there:
         assert rows["exact-eager"]["attention"] == "eager"
         assert rows["exact-eager"]["attention_ms_per_layer"] > 0
-        best = min(rows[name]["ms"] for name in ("exact", "exact-eager"))
-        assert rows["ceiling"]["speedup_best"] == best / rows["ceiling"]["ms"]
 
 
 def test_layer_twins_share_weights_and_leave_the_model_alone() -> None:
@@ -280,30 +247,16 @@ def test_layer_maps_are_neither_flat_nor_one_hot() -> None:
 # -- nonsense
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", None])
-def test_sizes_must_be_positive_integers(value: Any) -> None:
-    for call, arguments in ((bench_gather, GATHER), (bench_search, SEARCH), (bench_layer, LAYER)):
-        for name in arguments:
-            with pytest.raises(ValueError, match=f"{name} must be a positive integer"):
-                call(**(arguments | {name: value}))
-
-
 @pytest.mark.parametrize(
-    ("call", "wrong", "message"),
+    ("wrong", "message"),
     [
-        (bench_gather, {"dtype": "int4"}, "dtype: 'int4' is not one of float32"),
-        (bench_gather, {"residency": "disk"}, "residency"),
-        (bench_search, {"backends": ("annoy",)}, "backends: 'annoy'"),
-        (bench_search, {"backends": "faiss"}, "sequence of names"),
-        (bench_search, {"backends": ()}, "at least one"),
-        (bench_layer, {"family": "xlnet"}, "family: 'xlnet' is not one of bert, albert"),
-        (bench_layer, {"dtype": "float16"}, "dtype"),
-        (bench_layer, {"hidden": 33, "heads": 2}, "must be a multiple of heads"),
+        ({"family": "xlnet"}, "family: 'xlnet' is not one of bert, albert"),
+        ({"hidden": 33, "heads": 2}, "must be a multiple of heads"),
     ],
 )
-def test_names_must_be_known(call: Any, wrong: dict[str, Any], message: str) -> None:
+def test_a_shape_must_be_one_of_a_known_family(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call(**wrong)
+        bench_layer(**(LAYER | wrong))
 
 
 @pytest.mark.parametrize(("call", "arguments"), [(bench_gather, GATHER), (bench_search, SEARCH), (bench_layer, LAYER)])
