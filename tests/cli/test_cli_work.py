@@ -40,7 +40,7 @@ class TestWork:
         assert str(tmp_path / "report" / "report.html") in out
         result = json.loads((tmp_path / "result.json").read_text())
         assert result["threshold_source"].startswith("tuned")
-        assert {file.name for file in (tmp_path / "report").iterdir()} == {"report.html", "report.png", "result.json"}
+        assert {file.name for file in (tmp_path / "report").iterdir()} == {"report.html", "result.json"}
         assert json.loads((tmp_path / "report" / "result.json").read_text()) == result
 
     def test_parts_can_be_left_out(self, database: Path, logs: dict[str, Path]) -> None:
