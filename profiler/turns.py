@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
@@ -15,6 +15,14 @@ Name = TypeVar("Name")
 
 def silent(_what: str, _done: int, _total: int) -> None:
     """Say nothing of how far the work is."""
+
+
+def told(tell: Progress, what: str, items: Sequence[Name]) -> Iterator[Name]:
+    """Go through items; say before each, and at the end, how many are done."""
+    for done, item in enumerate(items):
+        tell(what, done, len(items))
+        yield item
+    tell(what, len(items), len(items))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from attmemo.maps.source import multiply, multiply_fetched
 from attmemo.mmap import Arena, SlotLayout, choose_fetcher
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher
 from attmemo.profiler.bench import limits
-from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.profiler.turns import Job, Progress, interleave, silent, told
 from attmemo.system.machine import conditions
 
 Ints = npt.NDArray[np.int64]
@@ -195,14 +195,12 @@ def _write_maps(file: Path, layout: SlotLayout, generator: torch.Generator, prog
     """Random probability maps, one in each slot."""
     with file.open("wb") as stream:
         stream.write(bytes(layout.header))
-        for slot in range(layout.slots):
-            progress("records", slot, layout.slots)
+        for _ in told(progress, "records", range(layout.slots)):
             apm = torch.randn(layout.shape, generator=generator).mul_(2.0).softmax(-1)
             stream.write(apm.to(layout.dtype).view(torch.uint8).numpy().tobytes())
             stream.write(bytes(layout.stride - layout.nbytes))
         stream.flush()
         os.fsync(stream.fileno())  # or the kernel writes them out while we measure
-    progress("records", layout.slots, layout.slots)
 
 
 def _differs(name: str, what: str) -> AttmemoError:

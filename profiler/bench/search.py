@@ -13,7 +13,7 @@ import numpy.typing as npt
 from attmemo.db import BACKENDS, FlatIndex
 from attmemo.db.index import VectorIndex, build_index
 from attmemo.profiler.bench import limits
-from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.profiler.turns import Job, Progress, interleave, silent, told
 from attmemo.system.machine import conditions
 
 
@@ -64,13 +64,11 @@ def bench_search(
     build_seconds: dict[str, float] = {}
     wanted: list[Any] = list(dict.fromkeys(backends))
     with limits.threads_kept():  # one thread for faiss is one for torch: the two may share an OpenMP runtime
-        for step, backend in enumerate(wanted):
-            progress("indexes", step, len(wanted))
+        for backend in told(progress, "indexes", wanted):
             build_index(vectors[:1], backend)  # imports the library
             start = time.perf_counter()
             indexes[backend] = build_index(vectors, backend)
             build_seconds[backend] = time.perf_counter() - start
-        progress("indexes", len(wanted), len(wanted))
         jobs = {name: _search_job(index, asked) for name, index in indexes.items()}
         found = interleave(jobs, repeats, tell=progress)
         exact = FlatIndex(vectors)
