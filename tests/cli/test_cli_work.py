@@ -98,25 +98,6 @@ class TestWork:
         assert report["profile"] is None
         assert "not measured" in succeed("inspect", path)
 
-    @pytest.mark.parametrize(
-        "args",
-        [
-            "gather --heads 2 --length 16 --batch 2 --width 8 --repeats 1 --dtype float32",
-            "search --records 100 --dimension 8 --queries 4 --repeats 1 --backend flat",
-            "layer --hidden 16 --heads 2 --length 16 --batch 2 --layers 1 --repeats 1",
-        ],
-    )
-    def test_bench(self, args: str) -> None:
-        out = succeed("bench", *shlex.split(args))
-        assert "Conditions" in out
-        found = json.loads(succeed("bench", *shlex.split(args), "--json", "-"))
-        assert found["rows"]
-        named, *measured = [key for key in found["rows"][0] if key not in found["conditions"]]
-        assert {*measured, *(row[named] for row in found["rows"])} <= set(out.split())
-
-    def test_bench_of_a_shape_that_is_none(self) -> None:
-        assert "multiple of heads" in refuse("bench", "layer", "--hidden", "100", "--heads", "12")
-
 
 class TestRows:
     """The way of a database of rows: no training, no tuning."""

@@ -316,7 +316,7 @@ def test_commands_load_and_read_texts_without_the_packages_of_the_extra(tmp_path
     code = (
         "import sys\nfrom importlib import import_module\n"
         "sys.modules.update(dict.fromkeys(('matplotlib', 'jinja2', 'pyarrow')))\n"
-        "for name in 'advise bench build demo evaluate peers tables train tune'.split():\n"
+        "for name in 'advise build demo evaluate peers tables train tune'.split():\n"
         "    import_module(f'attmemo.profiler.{name}')\n"
         "from attmemo.profiler.data import read_texts\n"
         "print(len(list(read_texts([sys.argv[1]]))))\n"

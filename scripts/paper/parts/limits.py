@@ -13,7 +13,6 @@ import torch
 from attmemo.errors import StorageFullError
 from attmemo.system.memory import available_memory
 
-MAX_BYTES: Final = 8 << 30  # that a benchmark writes or allocates, by default
 SEED: Final = 20240229
 PREFIX: Final = "attmemo-bench-"  # of temporary folders
 
@@ -39,17 +38,13 @@ def threads_kept(notes: list[str] | None = None) -> Iterator[None]:
                 notes.append(f"loading an index changed torch from {before} to {after} threads; {before} are measured")
 
 
-def check_room(in_memory: int, on_disk: int, max_bytes: int) -> None:
+def check_room(in_memory: int, on_disk: int = 0) -> None:
     """Raise a StorageFullError that names what is missing, before anything is allocated or written."""
-    bounds = (
-        (on_disk or in_memory, max_bytes, "the limit is {}"),
-        (in_memory, available_memory(), "{} of memory are available"),
-        (on_disk, shutil.disk_usage(tempfile.gettempdir()).free, "{} are free in the folder for temporary files"),
-    )
-    for nbytes, most, why in bounds:
-        if most is not None and nbytes > most:
-            what = f"the benchmark needs {_mib(nbytes)}; {why.format(_mib(most))}."
-            raise StorageFullError(what, "ask for smaller sizes, or more max_bytes")
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    for nbytes, room, where in ((in_memory, available_memory(), "of memory"), (on_disk, free, "on the disk")):
+        if room is not None and nbytes > room:
+            what = f"the benchmark needs {_mib(nbytes)}; {_mib(room)} {where} are free."
+            raise StorageFullError(what, "ask for smaller sizes")
 
 
 def _mib(nbytes: int) -> str:

@@ -22,9 +22,9 @@ from attmemo.kernels.map_product import is_direct
 from attmemo.maps.source import multiply, multiply_fetched
 from attmemo.mmap import Arena, SlotLayout, choose_fetcher
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher
-from attmemo.profiler.bench import limits
-from attmemo.profiler.turns import Job, Progress, interleave, silent, told
+from attmemo.profiler.turns import Job, interleave
 from attmemo.system.machine import conditions
+from paper.parts import limits
 
 Ints = npt.NDArray[np.int64]
 VARIANTS: Final = ("copy", "copy_reused", "map", "direct", "contiguous")  # see `bench_gather`
@@ -109,7 +109,7 @@ class _Work:
 
 def bench_gather(
     *, heads: int = 12, length: int = 512, batch: int = 32, dtype: str = "bfloat16", width: int = 64,
-    repeats: int = 9, max_bytes: int = limits.MAX_BYTES, progress: Progress = silent,
+    repeats: int = 9,
 ) -> dict[str, Any]:  # fmt: skip
     """Cost of fetching a batch of maps scattered in an arena, alone and with the A·V that follows.
 
@@ -123,8 +123,6 @@ def bench_gather(
         Of maps and of V.
     repeats : int
         Turns counted, each with other slots.
-    max_bytes, progress : int and callable
-        Most bytes for the temporary arena, which holds twice the batch; called with (what, done, total).
 
     Returns
     -------
@@ -148,13 +146,13 @@ def bench_gather(
     # A fresh copy, a kept one, the maps that are there already, and the arena; V, its product, and both of them in
     # another layout.
     in_memory = 3 * nbytes + layout.file_bytes + 4 * batch * heads * length * width * kind.itemsize
-    limits.check_room(in_memory, layout.file_bytes, max_bytes)
+    limits.check_room(in_memory, layout.file_bytes)
     notes = limits.busy(where)
     generator, scattered = torch.Generator().manual_seed(limits.SEED), np.random.default_rng(limits.SEED)
     mapped = MapFetcher(strict=True)  # nothing of a batch can be read after its end
     with tempfile.TemporaryDirectory(prefix=limits.PREFIX) as folder:
         file = Path(folder) / "bench.slots"
-        _write_maps(file, layout, generator, progress)
+        _write_maps(file, layout, generator)
         values = torch.randn(batch * length, heads * width, generator=generator).to(kind)
         fetchers: dict[str, Any] = {
             "copy": CopyFetcher(),
@@ -167,7 +165,7 @@ def bench_gather(
             with Arena(file, layout) as arena:
                 work.check(arena)
                 before = partial(work.put_there, arena)
-                found = interleave(work.jobs(arena), repeats, before=before, tell=progress)
+                found = interleave(work.jobs(arena), repeats, before=before)
                 del before  # or it keeps the arena mapped
                 with closing(choose_fetcher("auto", arena.window_page_bytes)) as chosen:
                     fetcher = "direct" if is_direct(shape, kind, kind) else chosen.name
@@ -191,11 +189,11 @@ def bench_gather(
     return {"rows": rows, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
 
 
-def _write_maps(file: Path, layout: SlotLayout, generator: torch.Generator, progress: Progress) -> None:
+def _write_maps(file: Path, layout: SlotLayout, generator: torch.Generator) -> None:
     """Random probability maps, one in each slot."""
     with file.open("wb") as stream:
         stream.write(bytes(layout.header))
-        for _ in told(progress, "records", range(layout.slots)):
+        for _ in range(layout.slots):
             apm = torch.randn(layout.shape, generator=generator).mul_(2.0).softmax(-1)
             stream.write(apm.to(layout.dtype).view(torch.uint8).numpy().tobytes())
             stream.write(bytes(layout.stride - layout.nbytes))

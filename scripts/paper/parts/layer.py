@@ -22,15 +22,15 @@ from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import AttmemoError
 from attmemo.maps.handle import MapMemoization
 from attmemo.memoization import memoize, unmemoize
-from attmemo.models import ADAPTERS, Adapter, adapter_for
+from attmemo.models import Adapter, adapter_for
 from attmemo.models.base import by_module
 from attmemo.models.projections import share_heads
-from attmemo.profiler.bench import limits
-from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.map_recorder import Capture, attention_seconds
-from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.profiler.turns import Job, interleave
 from attmemo.system.machine import conditions
+from paper.parts import limits
+from paper.parts.shapes import random_inputs, random_model
 
 _LEAST_RECORDS: Final = 8  # that an embedder can be trained on
 _OF_SERVED: Final = (
@@ -75,8 +75,7 @@ class _Clock:
 def bench_layer(
     *, family: str = "bert", hidden: int = 768, heads: int = 12, length: int = 256, batch: int = 8,
     dtype: str = "float32", layers: int = 2, repeats: int = 5, eager: bool = False,
-    lookups: Sequence[LookupName] = ("sequence", "layer"), max_bytes: int = limits.MAX_BYTES,
-    progress: Progress = silent,
+    lookups: Sequence[LookupName] = ("sequence", "layer"),
 ) -> dict[str, Any]:  # fmt: skip
     """One forward of a random-initialised model: exact, and with every sequence served from a database.
 
@@ -96,8 +95,6 @@ def bench_layer(
         Whether to measure attention without a fused kernel too, as models had it in 2022.
     lookups : sequence of {"sequence", "layer"}
         Which of the memoized variants to measure.
-    max_bytes, progress : int and callable
-        Most bytes for the temporary database; called with (what, done, total).
 
     Returns
     -------
@@ -115,15 +112,10 @@ def bench_layer(
 
     Raises
     ------
-    ValueError, StorageFullError, AttmemoError
-        There is no such family or shape; there is no room; the ceiling, on the model's own maps, gives another output.
+    StorageFullError, AttmemoError
+        There is no room; the ceiling, on the model's own maps, gives another output.
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
-    known = [adapter.family for adapter in ADAPTERS if adapter.has_maps]
-    if family not in known:
-        raise ValueError(f"family: {family!r} is not one of {', '.join(known)}")
-    if hidden % heads:
-        raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
     storage = "bfloat16" if dtype == "bfloat16" else "float16"  # as attmemo.profiler.build does
     where = conditions()
     notes = ["random weights and tokens: times only, nothing about quality; embeddings are part of the forward"]
@@ -132,17 +124,15 @@ def bench_layer(
     items = heads * length * length + length * hidden
     stored = records * layers * items * TYPES[storage].itemsize
     in_memory = stored + 3 * batch * layers * items * TYPES[dtype].itemsize
-    limits.check_room(in_memory, stored, max_bytes)
+    limits.check_room(in_memory, stored)
     with tempfile.TemporaryDirectory(prefix=limits.PREFIX) as folder, torch.random.fork_rng(devices=[]):
         model = random_model(family, hidden, heads, length, layers, dtype)
         adapter = adapter_for(model)[0]
         implementation = str(getattr(adapter.host(model).config, "_attn_implementation", "eager"))
         generator = torch.Generator().manual_seed(limits.SEED)
-        progress("database", 0, 1)
         path = Path(folder) / "database"
         with limits.threads_kept(notes):
             _build_database(path, model, storage, random_inputs(family, generator, records, length, dtype), batch)
-        progress("database", 1, 1)
         inputs = [random_inputs(family, generator, batch, length, dtype) for _ in range(1 + repeats)]
         ceiling = _ceiling_model(model, inputs[0])
         with Database(path) as database, ExitStack() as stack:
@@ -163,7 +153,7 @@ def bench_layer(
             names = [name for name in ("exact", "exact-eager", *served, "ceiling") if name in models]
             jobs = {name: _forward_job(adapter, adapter.host(models[name]), inputs) for name in names}
             with torch.inference_mode():
-                found = interleave(jobs, repeats, after=lambda name, turn: watched[name].note(turn), tell=progress)
+                found = interleave(jobs, repeats, after=lambda name, turn: watched[name].note(turn))
     stock, floor = found["exact"].ms, found["ceiling"].ms
     if stock <= floor:
         notes.append("the ceiling saves nothing over the exact model here: memoization cannot pay at this shape")

@@ -1,30 +1,32 @@
-"""The micro-benchmarks: every variant gives the same maps, every number is there, and nonsense is refused.
+"""Costs of parts: every variant gives the same maps, every number is there, and what does not fit is refused.
 
 No test looks at how long something took: sizes are tiny and the machine is shared.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import attmemo
-from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.maps.source import multiply
 from attmemo.mmap import Batch, MapFetcher, page_size
-from attmemo.profiler.bench import bench_gather, bench_layer, bench_search, gather, layer
-from attmemo.profiler.bench.gather import VARIANTS, CopyFetcher
-from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.system.machine import conditions
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import bench_families
+from paper.parts import gather, layer
+from paper.parts.gather import VARIANTS, CopyFetcher, bench_gather
+from paper.parts.layer import bench_layer
+from paper.parts.search import bench_search
+from paper.parts.shapes import random_inputs, random_model
 
 GATHER: dict[str, Any] = {"heads": 2, "length": 16, "batch": 3, "width": 4, "repeats": 2}
 SEARCH: dict[str, Any] = {"records": 200, "dimension": 8, "queries": 5, "repeats": 2}
@@ -116,15 +118,6 @@ def test_gather_refuses_a_product_that_differs(monkeypatch: pytest.MonkeyPatch) 
         bench_gather(**GATHER)
 
 
-def test_the_command_shows_the_variants(tmp_path: Path) -> None:
-    numbers = tmp_path / "g.json"
-    sizes = ["bench", "gather", "--heads", "2", "--length", "16", "--batch", "3", "--width", "4", "--repeats", "1"]
-    shown = CliRunner().invoke(app, [*sizes, "--json", str(numbers)])
-    assert shown.exit_code == 0, shown.output
-    assert "map + unmap" in shown.stdout
-    assert json.loads(numbers.read_text())["conditions"]["heads"] == 2
-
-
 def test_gather_refuses_variants_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of a fetch that reads other records would be worthless."""
 
@@ -141,14 +134,6 @@ def test_gather_tells_when_the_window_was_not_to_be_had(monkeypatch: pytest.Monk
     monkeypatch.setattr("attmemo.mmap.fetch.max_map_count", lambda: 1)
     result = bench_gather(**GATHER)
     assert any("'map' were copied instead" in note for note in result["notes"])
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[str, int, int]] = []
-    bench_gather(**GATHER, progress=lambda *step: told.append(step))
-    assert ("measure", 3, 3) in told
-    assert told[-1] == ("measure", 3, 3)
-    assert ("records", 6, 6) in told
 
 
 # -- searching embeddings
@@ -244,34 +229,14 @@ def test_layer_maps_are_neither_flat_nor_one_hot() -> None:
         assert 3 / 32 < highest < 0.9
 
 
-# -- nonsense
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"family": "xlnet"}, "family: 'xlnet' is not one of bert, albert"),
-        ({"hidden": 33, "heads": 2}, "must be a multiple of heads"),
-    ],
-)
-def test_a_shape_must_be_one_of_a_known_family(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bench_layer(**(LAYER | wrong))
-
-
-@pytest.mark.parametrize(("call", "arguments"), [(bench_gather, GATHER), (bench_search, SEARCH), (bench_layer, LAYER)])
-def test_a_limit_on_bytes_is_kept(call: Any, arguments: dict[str, Any]) -> None:
-    with pytest.raises(StorageFullError, match="the limit is 0 MiB"):
-        call(**arguments, max_bytes=100)
+# -- too large
 
 
 def test_sizes_beyond_any_machine_are_refused_at_once() -> None:
-    with pytest.raises(StorageFullError, match="MiB of memory are available"):
-        bench_gather(batch=10**7, max_bytes=1 << 62)
-    with pytest.raises(StorageFullError, match="the limit is 8192 MiB"):
-        bench_layer(length=10**6)
-    with pytest.raises(StorageFullError, match="the limit is 8192 MiB"):
-        bench_search(records=10**9)
+    large: Any = {bench_gather: {"batch": 10**7}, bench_layer: {"length": 10**6}, bench_search: {"records": 10**10}}
+    for call, sizes in large.items():
+        with pytest.raises(StorageFullError, match="MiB of memory are free"):
+            call(**sizes)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +244,11 @@ def test_a_full_disk_is_said_before_anything_is_written(monkeypatch: pytest.Monk
         free = 10
 
     monkeypatch.setattr("shutil.disk_usage", lambda _path: Usage)
-    with pytest.raises(StorageFullError, match="0 MiB are free in the folder for temporary files"):
+    with pytest.raises(StorageFullError, match="0 MiB on the disk are free"):
         bench_gather(**GATHER)
+
+
+# -- all families
 
 
 class TestAllFamilies:
@@ -302,10 +270,8 @@ class TestAllFamilies:
     def test_a_row_for_each_case_that_fits_and_a_note_for_each_that_does_not(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.syspath_prepend(Path(attmemo.__file__).parents[1] / "scripts")
-        script = importlib.import_module("bench_families")
         common: dict[str, Any] = {"hidden": 32, "heads": 4, "batches": (1, 2), "dtypes": ("float32",), "repeats": 1}
-        found = script.bench_families(families=["t5", "llama"], lengths=(8,), long_lengths=(16,), **common)
+        found = bench_families.bench_families(families=["t5", "llama"], lengths=(8,), long_lengths=(16,), **common)
         shapes = [(row["family"], row["length"], row["batch"]) for row in found["rows"]]
         assert shapes == [
             ("t5", 8, 1), ("t5", 8, 2), ("llama", 8, 1), ("llama", 8, 2), ("llama", 16, 1), ("llama", 16, 2)
@@ -314,9 +280,10 @@ class TestAllFamilies:
             assert row["speedup"] == pytest.approx(row["exact_ms"] / row["served_ms"])
             assert row["ceiling"] == pytest.approx(row["exact_ms"] / row["ceiling_ms"])
         assert {row["attention"] for row in found["rows"] if row["family"] == "llama"} == {"sdpa"}
-        assert script.draw_families(found).startswith(b"\x89PNG")
+        assert bench_families.draw_families(found).startswith(b"\x89PNG")
         json.dumps(found)
-        nothing = script.bench_families(families=["t5"], lengths=(8,), max_bytes=10, **common)
+        monkeypatch.setattr("paper.parts.limits.available_memory", lambda: 10)
+        nothing = bench_families.bench_families(families=["t5"], lengths=(8,), **common)
         assert not nothing["rows"]
         left_out = [note.split(" is left out")[0] for note in nothing["notes"]]
         assert left_out == ["t5, float32, 1 x 8", "t5, float32, 2 x 8"]
