@@ -31,13 +31,6 @@ class Times:
 
     milliseconds: list[float] = field(default_factory=list)
 
-    def take(self, job: Job, turn: int) -> None:
-        """Time a turn of a job."""
-        start = time.perf_counter()
-        result = job(turn)
-        self.milliseconds.append(1e3 * (time.perf_counter() - start))
-        del result  # freed outside the time
-
     @property
     def ms(self) -> float:
         return median(self.milliseconds)
@@ -56,7 +49,7 @@ def alternate(names: Sequence[Name], turn: int) -> list[Name]:
 def interleave(
     jobs: Mapping[str, Job], turns: int, *, seconds: float = 0.0, tell: Progress = silent, what: str = "measure",
     before: Callable[[int], object] | None = None, ready: Callable[[str], object] | None = None,
-    after: Callable[[str, int], object] | None = None,
+    after: Callable[[str, int], object] | None = None, clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:  # fmt: skip
     """Time jobs in turns of all of them. The first turn is not counted.
 
@@ -69,6 +62,8 @@ def interleave(
         Told before each turn, under this name.
     before, ready, after : callable, optional
         Not timed: called before a turn with its number, before a job with its name, after it with its name and turn.
+    clock : callable
+        Gives seconds, of the wall or of the processor.
     """
     times = {name: Times() for name in jobs}
     end, turn = time.monotonic() + seconds, 0
@@ -79,7 +74,12 @@ def interleave(
         for name in alternate(list(jobs), turn):
             if ready is not None:
                 ready(name)
-            (times[name] if turn > 0 else Times()).take(jobs[name], turn)
+            start = clock()
+            result = jobs[name](turn)
+            spent = clock() - start
+            del result  # freed outside the time
+            if turn > 0:
+                times[name].milliseconds.append(1e3 * spent)
             if after is not None:
                 after(name, turn)
         turn += 1
