@@ -23,7 +23,7 @@ export GOMP_SPINCOUNT ?= 30000
 # Where an environment forbids compiled modules to be kept, each process of the tests compiles torch and transformers anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint bench docs install wheel clean help
+.PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint docs install wheel clean help
 
 demo: $(LIBRARY)  ## log lines through a model, all methods side by side (LOG=file: yours; LOG=-: from a pipe), for 75 seconds
 	@$(BIN)/attmemo demo $(if $(filter -,$(LOG)),--stdin,$(if $(LOG),"$(LOG)")) --output "$(OUTPUT)"
@@ -123,12 +123,6 @@ sanitize-threads: $(READY)  ## races in the C code, looked for with the thread s
 lint: $(READY)  ## ruff and mypy
 	@$(BIN)/ruff check .
 	$(BIN)/mypy
-
-bench: $(READY)  ## what fetching maps, searching and serving a layer cost on this machine
-	@$(BIN)/attmemo bench gather
-	$(BIN)/attmemo bench search
-	$(BIN)/attmemo bench layer
-	$(BIN)/attmemo bench layer --family deberta-v2
 
 docs: $(READY)  ## the documents as a site with a search, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

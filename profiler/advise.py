@@ -29,7 +29,7 @@ from attmemo.memoization import memoize
 from attmemo.profiler.data import read_texts
 from attmemo.profiler.models import LoadedModel, Tokens, greatest_length, load_model, tokenize
 from attmemo.profiler.peers.paths import another, way_of
-from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.profiler.turns import Job, Progress, interleave, silent, told
 from attmemo.rows.index import TokenIndex
 from attmemo.rows.layout import RowLayout
 from attmemo.rows.planner import THRESHOLD, Asked, RowPlanner
@@ -165,10 +165,8 @@ def advise(
         "guarded": (free.for_classes() if classes else free, Guard(options.budget, 0.95, seed=0)),
     }
     played = {}
-    for done, (kind, (rule, guard)) in enumerate(ways.items()):
-        tell("playing the stream", done, 2)
+    for kind, (rule, guard) in told(tell, "playing the stream", list(ways.items())):
         played[kind] = play_tokens(texts, options.batch_size, options.threshold, rule, guard, kinds)
-    tell("playing the stream", 2, 2)
     late = slice(len(texts) // 2, None)
     times = _time(loaded, packed, rounded, texts, played, options, tell)
     result: dict[str, Any] = {

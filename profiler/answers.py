@@ -16,6 +16,7 @@ from attmemo.guard.answers import SCORE_STEP, AnswerRule
 from attmemo.maps.handle import MapMemoization
 from attmemo.memoization import memoize, unmemoize
 from attmemo.profiler.models import LoadedModel, Tokens, answers, batches, collate
+from attmemo.profiler.turns import Progress, silent
 
 Batch = tuple[list[Tokens], dict[str, Tensor]]
 KEPT: Final = 32  # tokens of a language model's answer
@@ -33,16 +34,16 @@ def prepare(loaded: LoadedModel, tokens: Sequence[Tokens], size: int, *, sort: b
 
 def ask(
     loaded: LoadedModel, prepared: Sequence[Batch], *, before: Callable[[list[Tokens]], None] | None = None,
-    after: Callable[[list[Tokens]], None] | None = None, progress: Callable[[int], None] | None = None,
+    after: Callable[[list[Tokens]], None] | None = None, tell: Progress = silent, what: str = "answers",
 ) -> Tensor:  # fmt: skip
-    """Answers of all texts, in the order of rows; calls `before` and `after` with each batch, `progress` with the
-    texts done.
+    """Answers of all texts, in the order of rows; calls `before` and `after` with each batch, `tell` behind it.
 
     Answers are as `answers` gives them, but of a language model the `KEPT` likeliest tokens and their probabilities
     ``[Q, K, 2]``: logits of the whole vocabulary would take gigabytes.
     """
     found: list[Tensor] = []
     rows: list[int] = []
+    total = sum(len(batch) for batch, _ in prepared)
     with torch.inference_mode():
         for batch, inputs in prepared:
             if before is not None:
@@ -52,8 +53,7 @@ def ask(
             rows += [item.row for item in batch]
             if after is not None:
                 after(batch)
-            if progress is not None:
-                progress(len(rows))
+            tell(what, len(rows), total)
         return torch.cat(found)[torch.tensor(rows).argsort()] if found else torch.zeros(0, 1)
 
 

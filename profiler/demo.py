@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -42,8 +42,8 @@ KINDS: Final = 8  # classes of lines
 TRAINING: Final = 256  # lines that the classifier learns from
 COMPARED: Final = 512  # different lines whose neighbours are compared
 NEIGHBOURS: Final = 10
-Service = Literal["payments", "login", "web", "jobs", "storage"]
-"""What an invented log is of: one service, as most files of logs are. The first is the default."""
+SERVICE: Final = "payments"
+"""What an invented log is of: one service, as most files of logs are (`attmemo.profiler.logs`)."""
 MODEL: Final = "all-MiniLM-L6-v2"
 MARK: Final = ".attmemo-demo"  # marks the directory of a demo, which may be overwritten
 _INVENTED: Final = 1 << 20  # lines; more than any machine computes in that time
@@ -86,20 +86,19 @@ class Source:
 
     log: Path | None = None  # a file, oldest line first
     descriptor: int | None = None  # read as it comes; with neither, lines are invented
-    service: Service = "payments"  # that invented lines are of (`attmemo.profiler.logs`)
 
     @property
     def name(self) -> str:
         """What a reader is told."""
         if self.descriptor is not None:
             return "standard input"
-        return f"invented lines of a log ({self.service})" if self.log is None else str(self.log)
+        return f"invented lines of a log ({SERVICE})" if self.log is None else str(self.log)
 
     def batches(self) -> Iterator[Sequence[str]]:
         """The lines. DataError: the file cannot be used."""
         if self.descriptor is not None:
             return read_batches(self.descriptor, BATCH)
-        log = generate_log(_INVENTED, 0, (self.service,)) if self.log is None else read_log(self.log, FEWEST)
+        log = generate_log(_INVENTED, 0, (SERVICE,)) if self.log is None else read_log(self.log, FEWEST)
         return in_batches(iter(log), BATCH)
 
 

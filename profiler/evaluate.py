@@ -81,15 +81,14 @@ def evaluate(
         labels = read_labels(loaded, asked, options.label_column)
         database.reside(options.residency)  # only now: it may take minutes and gigabytes
         prepared = prepare(loaded, asked.tokens, options.batch_size, sort=options.sort)
-        total = len(asked.tokens)
-        exact = ask(loaded, prepared, progress=lambda done: tell("exact answers", done, total))
+        exact = ask(loaded, prepared, tell=tell, what="exact answers")
         judge = Judge(loaded, prepared, exact, labels, options.min_cosine)
         surprise, predicted = judge.perplexity()
         trial: Trial = _TRIALS[kept_in(database.manifest)](loaded, database, options)
         result = _describe(loaded, database, trial, asked, files, options)
         try:
             handle = trial.serve()
-            given = ask(loaded, prepared, progress=lambda done: tell("memoized answers", done, total))
+            given = ask(loaded, prepared, tell=tell, what="memoized answers")
             result |= trial.counts(handle)
             result["quality"] = judge.compare(given)
             if surprise is not None:
@@ -101,7 +100,7 @@ def evaluate(
             result["notes"] += notes
             result |= trial.ceiling(handle, asked.tokens, result, tell)
             if options.controls:
-                duplicates = asked.in_database / (asked.in_database + total)
+                duplicates = asked.in_database / (asked.in_database + len(asked.tokens))
                 result["controls"] = try_controls(judge, trial, handle, result, duplicates, tell)
             if options.sweep:
                 result["sweep"] = sweep_thresholds(judge, trial, tell)

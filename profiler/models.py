@@ -65,8 +65,7 @@ class Tokens:
 
 
 def load_model(
-    name: str, dtype: str = "float32", device: str = "cpu", pooling: str | None = None, answer: Answer | None = None,
-    *, tags: bool = False,
+    name: str, dtype: str = "float32", *, pooling: str | None = None, answer: Answer | None = None, tags: bool = False
 ) -> LoadedModel:  # fmt: skip
     """Load a model directory or hub name: as the classifier or language model that it is, else as a bare encoder.
 
@@ -83,7 +82,7 @@ def load_model(
         "tagger": hf.AutoModelForTokenClassification,
     }  # fmt: skip
     own = hf.AutoModel
-    loaded = load_pretrained(name, lambda config: heads.get(kind_of(config, tags), own), DTYPES[dtype], device)
+    loaded = load_pretrained(name, lambda config: heads.get(kind_of(config, tags), own), DTYPES[dtype])
     kind, model, absent = kind_of(loaded.config, tags), loaded.model, loaded.absent
     pair = kind == "encoder" and all(isinstance(getattr(model, part, None), nn.Module) for part in _PAIR)
     if pair:

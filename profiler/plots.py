@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import io
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -24,8 +23,6 @@ Lines = Mapping[str, tuple[str, str, str]]  # by key: label, color, style
 INK, FAINT, GRID = "#26323a", "#6b7a85", "#d5dde2"
 BLUE, ORANGE, GREEN, GREY = "#2f6c99", "#cf7a30", "#4a8f6a", "#8fa1ac"
 PURPLE, GOLD, RED = "#9c5a8a", "#b59a2e", "#b3403a"
-COLUMN_CHARACTERS: Final = 66  # of a heading, above one column of panels
-_PALE: Final = 0.4  # of bars of controls
 STYLE: Final[dict[Any, Any]] = {
     "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.grid": True, "axes.grid.axis": "y", "axes.labelcolor": INK,
     "axes.labelsize": 9, "axes.spines.right": False, "axes.spines.top": False, "axes.titlecolor": INK,
@@ -59,7 +56,6 @@ class Panel(NamedTuple):
     title: str
     caption: str
     draw: Callable[[Axes, Result], None]
-    reuse: tuple[str, ...] = ("maps", "rows")
     column: str = ""
 
 
@@ -91,87 +87,47 @@ def _draw_similarity(axes: Axes, result: Result) -> None:
     _number_layers(axes, numbers(result["layers"], "layer"))
 
 
-def _by_threshold(axes: Axes, result: Result, lines: Lines, label: str = "") -> None:
-    """Draw lines over the thresholds of a sweep; without a label they are shares of sequences."""
-    _draw_lines(axes, result["sweep"], "threshold", lines)
-    _name_shares(axes, label)
-    axes.set_xlabel("similarity threshold")
-    chosen = result.get("threshold")
-    if isinstance(chosen, float):  # else one for each layer
-        axes.axvline(chosen, color=FAINT, linewidth=1, linestyle=":", label=f"in use: {chosen:.3g}")
+def _sweep(axes: Axes, result: Result, lines: Lines, label: str = "", control: str = "") -> None:
+    """Draw lines over the thresholds of a sweep; of rows over the share of tokens recomputed, which each gives.
 
-
-def _by_share(axes: Axes, result: Result, lines: Lines, label: str = "", control: str = "") -> None:
-    """Draw lines over the share of rows computed, and what each control gives of this key, hollow and grey."""
-    _draw_lines(axes, result["sweep"], "share_computed", lines)
-    controls = [row for row in (result.get("controls") or ())[1:] if row.get("share_computed") is not None]
-    for row, mark in zip(controls, "sDo", strict=False):
-        if row.get(control) is not None:
-            label_of = f"control: {row['name']}"
-            at = row["share_computed"], row[control]
-            axes.plot(*at, mark, color=FAINT, fillstyle="none", markersize=7, label=label_of)
-    _name_shares(axes, label)
-    axes.set_xlim(0.0, 1.02)
-    axes.set_xlabel("share of tokens recomputed")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-
-
-def _name_shares(axes: Axes, label: str) -> None:
+    Without a label they are shares of sequences. Of rows, what each control gives of the key `control` stands beside
+    them, hollow and grey.
+    """
+    by_share, chosen = result.get("reuse") == "rows", result.get("threshold")
+    _draw_lines(axes, result["sweep"], "share_computed" if by_share else "threshold", lines)
     axes.set_ylabel(label or "share of sequences")
     if not label:
         axes.set_ylim(0.0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    if by_share:
+        for row, mark in zip((result.get("controls") or ())[1:], "sDo", strict=False):
+            at = row.get("share_computed"), row.get(control)
+            if None not in at:
+                label_of = f"control: {row['name']}"
+                axes.plot(*at, mark, color=FAINT, fillstyle="none", markersize=7, label=label_of)
+        axes.set_xlim(0.0, 1.02)
+        axes.set_xlabel("share of tokens recomputed")
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        return
+    axes.set_xlabel("similarity threshold")
+    if isinstance(chosen, float):  # else one for each layer
+        axes.axvline(chosen, color=FAINT, linewidth=1, linestyle=":", label=f"in use: {chosen:.3g}")
 
 
 def _draw_speed(axes: Axes, result: Result) -> None:
-    _by_threshold(axes, result, {"speedup": ("memoized", BLUE, "o-")}, "times the speed of exact")
+    packed, stock = ("against packed blocks", BLUE, "o-"), ("against the original model", GREY, "s-")
+    _sweep(axes, result, {"speedup_packed": packed, "speedup": stock}, "times the speed")
     axes.axhline(1.0, color=FAINT, linewidth=1, linestyle="--", label="exact")
-
-
-def _draw_speed_by_share(axes: Axes, result: Result) -> None:
-    shares = numbers(result["sweep"], "share_computed")
-    least = min([0.9, *(share for share in shares if share > 0.0)])
-    line = [least + (1.0 - least) * step / 50 for step in range(51)]
-    axes.plot(line, [1.0 / share for share in line], "--", color=FAINT, linewidth=1, label="limit: 1 / share")
-    packed = ("against packed blocks", BLUE, "o-")
-    lines = {"speedup_packed": packed, "speedup": ("against the original model", GREY, "s-")}
-    _by_share(axes, result, lines, "times the speed")
+    shares = [share for share in numbers(result["sweep"], "share_computed") if share > 0.0]
+    if shares:
+        least = min(0.9, *shares)
+        line = [least + (1.0 - least) * step / 50 for step in range(51)]
+        axes.plot(line, [1.0 / share for share in line], ":", color=FAINT, linewidth=1, label="limit: 1 / share")
     axes.set_ylim(bottom=0.0)
 
 
 _SHARES: Final[Lines] = {"hit_rate": ("hit rate", GREY, "s-"), "agreement": ("same answer as exact", BLUE, "o-")}
 _COSINES: Final[Lines] = {"cosine_mean": ("mean", GREEN, "^-"), "cosine_p1": ("lowest 1 %", ORANGE, "v-")}
-_TO_EXACT: Final = "cosine to exact"
-
-
-def _draw_controls(axes: Axes, result: Result) -> None:
-    bars = {
-        "hit_rate": ("hit rate", GREY), "agreement": ("same answer as exact", BLUE), "accuracy": ("accuracy", ORANGE),
-    }  # fmt: skip
-    _draw_bars(axes, result["controls"], bars, "{:.1%}")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-
-
-def _draw_control_cosines(axes: Axes, result: Result) -> None:
-    _draw_bars(axes, result["controls"], {"cosine_mean": ("cosine to exact, mean", GREEN)}, "{:.3f}")
-
-
-def _draw_bars(axes: Axes, controls: Sequence[Result], bars: Mapping[str, tuple[str, str]], form: str) -> None:
-    """Draw a bar for each key (label, color) that has a number: of what was measured, and paler of the controls."""
-    known = [key for key in bars if not all(map(math.isnan, numbers(controls, key)))]
-    height = 0.8 / max(1, len(known))
-    for order, key in enumerate(known):
-        label, color = bars[key]
-        for place, value in enumerate(numbers(controls, key)):
-            middle, first = place - 0.4 + (order + 0.5) * height, place == 0
-            axes.barh(middle, value, 0.9 * height, color=color, alpha=1.0 if first else _PALE, label=label * first)
-            if not math.isnan(value):
-                axes.text(max(value, 0) + 0.012, middle, form.format(value), va="center", fontsize=7, color=FAINT)
-    axes.set_xlim(right=1.14)
-    _name_bars(axes, [f"{'control: ' * (place > 0)}{control['name']}" for place, control in enumerate(controls)])
-    for tick in axes.get_yticklabels()[1:]:
-        tick.set_color(FAINT)
-
 
 _PARTS: Final = {
     "exact": ("", GREY), "lookup": ("lookup", ORANGE), "fetch_and_av": ("V, fetch and A·V", GREEN),
@@ -196,7 +152,10 @@ def _draw_time(axes: Axes, result: Result) -> None:
         axes.text(end + 0.015 * max(ends), place, f"{total:.3g} ms", va="center", fontsize=8)
     axes.set_xlim(0, max(ends) * 1.18)
     axes.set_xlabel(f"milliseconds per {time['per']}")
-    _name_bars(axes, list(bars))
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
 
 
 PANELS: Final = (
@@ -204,34 +163,20 @@ PANELS: Final = (
           "the hit rate of an exhaustive search with the true similarity at the same threshold.", _draw_hit_rate),
     Panel("layers", "Similarity by layer", "Mean similarity between a layer's own map and the stored one. The "
           "prediction should lie below the truth.", _draw_similarity),
-    Panel("sweep", "Speed by threshold", "Speed against the exact model of the same run, with lookups and misses. "
-          "Above 1 memoization pays.", _draw_speed, ("maps",)),
-    Panel("sweep", "Speed by share of tokens recomputed", "Each point is a threshold. Without any other work the "
-          "speed against packed blocks would be one over the share. Against the original model it can be higher: no "
-          "padding is computed.",
-          _draw_speed_by_share, ("rows",)),
+    Panel("sweep", "Speed", "Each point is a threshold, timed with lookups and misses. Above 1 reuse pays. Of rows: "
+          "without any other work the speed against packed blocks would be one over the share; against the original "
+          "model it can be higher, since no padding is computed.", _draw_speed),
     Panel("time", "Where the time goes", "Time of the median pass, exact paths beside the memoized one.", _draw_time),
-    Panel("sweep", "Same answers by threshold", "The price of a lower threshold: fewer answers are those of the exact "
-          "model.", partial(_by_threshold, lines=_SHARES), ("maps",)),
-    Panel("sweep", "Cosine by threshold", "The same as a distance: how far outputs are from the exact ones.",
-          partial(_by_threshold, lines=_COSINES, label=_TO_EXACT), ("maps",), "cosine_mean"),
-    Panel("sweep", "Same answers by share of tokens recomputed", "Each point is a threshold. Beside it, grey, the "
-          "controls, with the rows computed that the records leave.",
-          partial(_by_share, lines=_SHARES, control="agreement"), ("rows",)),
-    Panel("sweep", "Cosine by share of tokens recomputed", "The same as a distance: how far outputs are from the "
-          "exact ones.", partial(_by_share, lines=_COSINES, label=_TO_EXACT, control="cosine_mean"), ("rows",),
-          "cosine_mean"),
-    Panel("controls", "Against the controls: shares", "The controls, paler, serve means, zeros or any other record "
-          "in place of the one that was found, or only the answers of exact duplicates. Memoization should beat all "
-          "of them.", _draw_controls, column="agreement"),
-    Panel("controls", "Against the controls: cosine", "The same controls, as a distance.", _draw_control_cosines,
-          column="cosine_mean"),
+    Panel("sweep", "Same answers", "The price of a lower threshold: fewer answers are those of the exact model. Grey: "
+          "controls, which the records should beat.", partial(_sweep, lines=_SHARES, control="agreement")),
+    Panel("sweep", "Cosine", "The same as a distance: how far outputs are from the exact ones.",
+          partial(_sweep, lines=_COSINES, label="cosine to exact", control="cosine_mean"), "cosine_mean"),
 )  # fmt: skip
 
 
 def present_panels(result: Result) -> list[Panel]:
     """The panels whose part the result has."""
-    return [panel for panel in PANELS if result.get("reuse", "maps") in panel.reuse and _is_measured(panel, result)]
+    return [panel for panel in PANELS if _is_measured(panel, result)]
 
 
 def _is_measured(panel: Panel, result: Result) -> bool:
@@ -239,32 +184,16 @@ def _is_measured(panel: Panel, result: Result) -> bool:
     return bool(part) and (not panel.column or not all(map(math.isnan, numbers(part, panel.column))))
 
 
-def draw_panels(panels: Sequence[Panel], result: Result, heading: str | None = None) -> bytes:
-    """Draw panels in one figure, two beside each other, as a PNG.
-
-    A heading stands above the panels, each of which then has its title; long lines are wrapped. Without one the figure
-    is bare and its background transparent.
-    """
-    columns, rows = min(2, max(1, len(panels))), max(1, math.ceil(len(panels) / 2))
+def draw_panel(panel: Panel, result: Result) -> bytes:
+    """Draw a panel as a PNG without a background, so small that its text can be read on a phone."""
     with mpl.rc_context(STYLE):
-        # A bare figure is small, so that its text can be read on a phone.
-        size, dpi = ((4.9, 3.2), 180) if heading is None else ((6.2 * columns, 3.7 * rows + 0.8), 130)
-        figure = Figure(size, dpi, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-        if heading is not None:
-            wide = COLUMN_CHARACTERS * columns
-            lines = [line for part in heading.splitlines() for line in textwrap.wrap(part, wide)]
-            figure.suptitle("\n".join(lines), fontsize=12, x=0.02, ha="left", linespacing=1.5)
-        if not panels:
-            figure.text(0.5, 0.4, "This result holds no measurements to plot.", ha="center")
-        for place, panel in enumerate(panels, start=1):
-            axes = figure.add_subplot(rows, columns, place)
-            panel.draw(axes, result)
-            # Below the plot, where no data can hide behind it.
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.22 if axes.get_xlabel() else -0.12), ncols=2)
-            if heading is not None:
-                axes.set_title(panel.title)
-        return png(figure, transparent=heading is None)
+        figure = Figure((4.9, 3.2), dpi=180, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+        axes = figure.subplots()
+        panel.draw(axes, result)
+        # Below the plot, where no data can hide behind it.
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.22 if axes.get_xlabel() else -0.12), ncols=2)
+        return png(figure, transparent=True)
 
 
 def _draw_lines(axes: Axes, rows: Sequence[Result], x: str, lines: Lines) -> None:
@@ -283,13 +212,6 @@ def _number_layers(axes: Axes, places: Sequence[float]) -> None:
         axes.set_xticks(places, [f"{place:g}" for place in places])
     else:
         axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-
-
-def _name_bars(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.grid(visible=True, axis="x")
 
 
 def plot_history(history: Sequence[Mapping[str, Any]]) -> bytes:

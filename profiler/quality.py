@@ -18,7 +18,7 @@ from attmemo.profiler.answers import Batch, ask, changed, cosine, harm, perplexi
 from attmemo.profiler.models import GIVES, LoadedModel, NextToken, answers
 from attmemo.profiler.open import Asked
 from attmemo.profiler.trial import Path, Trial
-from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.profiler.turns import Job, Progress, interleave, silent, told
 
 SWEEP_SEQUENCES: Final = 400
 _MEANS: Final = {"classifier": "another class", "language-model": "another first token", "tagger": "other spans"}
@@ -103,11 +103,9 @@ def _compile(loaded: LoadedModel, prepared: Sequence[Batch], tell: Progress) -> 
     compiled: nn.Module = torch.compile(asked)  # type: ignore[assignment]
     shapes = {tuple(inputs["input_ids"].shape): inputs for _, inputs in prepared}
     with torch.inference_mode():
-        for step, inputs in enumerate(shapes.values()):
-            tell("compiling", step, len(shapes))
+        for inputs in told(tell, "compiling", list(shapes.values())):
             for _ in range(2):
                 answers(loaded, inputs, compiled)
-    tell("compiling", len(shapes), len(shapes))
     return compiled
 
 
@@ -198,14 +196,12 @@ def try_controls(
 ) -> Any:
     """Rows of a table: the memoized model, the controls in its place, and a cache of exact duplicates."""
     rows = [_control("memoized", {key: found[key] for key in trial.rates(handle)}, found["quality"])]
-    for step, name in enumerate(trial.controls):
-        tell("controls", step, len(trial.controls))
+    for name in told(tell, "controls", trial.controls):
         handle.reset_stats()
         with trial.control(handle, name):
             quality = judge.compare(ask(judge.loaded, judge.prepared))
             rates = trial.rates(handle)
             rows.append(_control(name, rates, quality | {"perplexity_memoized": judge.perplexity()[0]}))
-    tell("controls", len(trial.controls), len(trial.controls))
     # It changes nothing, and serves the texts that were left out.
     duplicate = {"name": "duplicate cache", "hit_rate": duplicates, "agreement": 1.0, "accuracy": None}
     return [*rows, duplicate | {"cosine_mean": 1.0}]
@@ -223,8 +219,7 @@ def sweep_thresholds(judge: Judge, trial: Trial, tell: Progress) -> list[dict[st
     judge, handle = judge.sample(SWEEP_SEQUENCES), trial.serve_at_will()
     paths = trial.paths(handle)
     found = []
-    for number, threshold in enumerate(trial.sweep):
-        tell("threshold sweep", number, len(trial.sweep))
+    for threshold in told(tell, "threshold sweep", trial.sweep):
         trial.set_threshold(handle, threshold)
         paths["memoized"]()  # the timing of the threshold before may have ended with an exact path
         handle.reset_stats()
@@ -237,5 +232,4 @@ def sweep_thresholds(judge: Judge, trial: Trial, tell: Progress) -> list[dict[st
         if "packed" in spent:
             row["speedup_packed"] = spent["packed"] / spent["memoized"]
         found.append(row)
-    tell("threshold sweep", len(trial.sweep), len(trial.sweep))
     return found

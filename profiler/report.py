@@ -1,4 +1,4 @@
-"""Write what an evaluation found: a page to read, a figure to show, the numbers to compute with."""
+"""Write what an evaluation found: a page to read, and the numbers to compute with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 import jinja2
 
 from attmemo.errors import AttmemoError
-from attmemo.profiler.plots import draw_panels, present_panels
+from attmemo.profiler.plots import draw_panel, present_panels
 from attmemo.profiler.tables import FOUR, NOTHING, PERCENT, TIMES, Result, make_tables, show
 from attmemo.system.json_fields import finite
 
@@ -36,16 +36,16 @@ def _render_page(result: Result, headline: str) -> bytes:
         notes=result.get("notes") or [],
         tiles={name: value for name, value in tiles.items() if value != NOTHING},
         tables=make_tables(result),
-        panels=[(panel, base64.b64encode(draw_panels([panel], result)).decode()) for panel in present_panels(result)],
+        panels=[(panel, base64.b64encode(draw_panel(panel, result)).decode()) for panel in present_panels(result)],
     )
     return page.encode()
 
 
 def write_report(result: Result, directory: Path) -> list[Path]:
-    """Write `report.html`, `report.png` and `result.json` into a directory, made if absent; gives their paths.
+    """Write `report.html` and `result.json` into a directory, made if absent; gives their paths.
 
-    The page needs no other file and no network. Files of the same names are replaced when all three are written: a
-    full disk leaves an older report whole. A directory that cannot be written is an `AttmemoError`.
+    The page needs no other file and no network. Files of the same names are replaced when both are written: a full
+    disk leaves an older report whole. A directory that cannot be written is an `AttmemoError`.
     """
     model = PurePath((result.get("database") or {}).get("model") or "")
     short = PurePath(*model.parts[-2:])  # an id of a hub has two parts; a path would fill the line
@@ -53,7 +53,6 @@ def write_report(result: Result, directory: Path) -> list[Path]:
     headline = f"{about}: {short}" if model.parts else about
     contents = {
         "report.html": _render_page(result, headline),
-        "report.png": draw_panels(present_panels(result), result, f"{headline}\n{result.get('verdict') or ''}"),
         "result.json": (json.dumps(finite(result), indent=2, ensure_ascii=False) + "\n").encode(),
     }
     directory = Path(directory)

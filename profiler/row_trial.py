@@ -252,7 +252,7 @@ def _play(
         handle.guard_anew(Guard(options.budget, options.confidence, seed=0))  # the tokenizer is always known here
         in_order = sorted(tokens, key=lambda item: item.row)
         prepared = prepare(loaded, in_order, options.batch_size, sort=False)
-        given = ask(loaded, prepared, progress=lambda done: tell("guarded answers", done, total))
+        given = ask(loaded, prepared, tell=tell, what="guarded answers")
         planner = handle.planner
         assert isinstance(planner, RowPlanner)
         stats, rule = handle.stats(), planner.rule

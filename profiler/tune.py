@@ -39,7 +39,7 @@ from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest, read_texts
 from attmemo.profiler.models import Answer, LoadedModel, Tokens
 from attmemo.profiler.open import Ints, added, by_length, first_inputs, open_in_time, open_model
-from attmemo.profiler.turns import Progress, silent
+from attmemo.profiler.turns import Progress, silent, told
 
 MOST_GROUPS = 6
 PROBE = 200  # sequences on which layers are ordered
@@ -192,11 +192,8 @@ class _Texts:
             if found is not None:
                 self.distances[[item.row for item in batch]] = found.distances
 
-        total = len(self.tokens)
         turn = None if handle is None else _turn(handle, self.before)
-        return ask(
-            self.loaded, self.prepared, before=turn, after=keep, progress=lambda done: self.tell(what, done, total)
-        )
+        return ask(self.loaded, self.prepared, before=turn, after=keep, tell=self.tell, what=what)
 
     def changed(self, what: str, handle: MapMemoization) -> npt.NDArray[np.bool_]:
         """Whose answer is another one now."""
@@ -345,14 +342,11 @@ def _groups(handle: MapMemoization, texts: _Texts) -> list[list[int]]:
     """Layers in groups, from the most robust to the most sensitive, by the harm that serving each alone does."""
     rows = np.linspace(0, len(texts.tokens) - 1, min(PROBE, len(texts.tokens))).round().astype(int).tolist()
     prepared = prepare(texts.loaded, _numbered(texts.tokens[row] for row in rows), texts.options.batch_size)
-    harms = []
-    layers = handle.engine.layers
-    for layer in range(layers):
-        texts.tell("sensitivity", layer, layers)
+    harms, layers = [], handle.engine.layers
+    for layer in told(texts.tell, "sensitivity", range(layers)):
         _serve_only(handle.planner, [layer])
         given = ask(texts.loaded, prepared, before=_turn(handle, texts.before[rows]))
         harms.append(float(harm(texts.loaded.kind, texts.exact[rows], given).mean()))
-    texts.tell("sensitivity", layers, layers)
     order = np.argsort(harms, kind="stable")
     return [part.tolist() for part in np.array_split(order, min(MOST_GROUPS, layers))]
 

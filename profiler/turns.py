@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
@@ -18,33 +17,23 @@ def silent(_what: str, _done: int, _total: int) -> None:
     """Say nothing of how far the work is."""
 
 
+def told(tell: Progress, what: str, items: Sequence[Name]) -> Iterator[Name]:
+    """Go through items; say before each, and at the end, how many are done."""
+    for done, item in enumerate(items):
+        tell(what, done, len(items))
+        yield item
+    tell(what, len(items), len(items))
+
+
 @dataclass
 class Times:
-    """One job: milliseconds, and minor page faults of the whole process, turn by turn."""
+    """One job: milliseconds, turn by turn."""
 
     milliseconds: list[float] = field(default_factory=list)
-    faults: list[int] = field(default_factory=list)
-
-    def take(self, job: Job, turn: int) -> None:
-        """Time a turn of a job."""
-        faults, start = _faults(), time.perf_counter()
-        result = job(turn)
-        spent = time.perf_counter() - start
-        self.faults.append(_faults() - faults)
-        self.milliseconds.append(1e3 * spent)
-        del result  # freed outside the time
 
     @property
     def ms(self) -> float:
         return median(self.milliseconds)
-
-    @property
-    def faults_median(self) -> int:
-        return int(median(self.faults))
-
-
-def _faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def alternate(names: Sequence[Name], turn: int) -> list[Name]:
@@ -60,7 +49,7 @@ def alternate(names: Sequence[Name], turn: int) -> list[Name]:
 def interleave(
     jobs: Mapping[str, Job], turns: int, *, seconds: float = 0.0, tell: Progress = silent, what: str = "measure",
     before: Callable[[int], object] | None = None, ready: Callable[[str], object] | None = None,
-    after: Callable[[str, int], object] | None = None,
+    after: Callable[[str, int], object] | None = None, clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:  # fmt: skip
     """Time jobs in turns of all of them. The first turn is not counted.
 
@@ -73,6 +62,8 @@ def interleave(
         Told before each turn, under this name.
     before, ready, after : callable, optional
         Not timed: called before a turn with its number, before a job with its name, after it with its name and turn.
+    clock : callable
+        Gives seconds, of the wall or of the processor.
     """
     times = {name: Times() for name in jobs}
     end, turn = time.monotonic() + seconds, 0
@@ -83,7 +74,12 @@ def interleave(
         for name in alternate(list(jobs), turn):
             if ready is not None:
                 ready(name)
-            (times[name] if turn > 0 else Times()).take(jobs[name], turn)
+            start = clock()
+            result = jobs[name](turn)
+            spent = clock() - start
+            del result  # freed outside the time
+            if turn > 0:
+                times[name].milliseconds.append(1e3 * spent)
             if after is not None:
                 after(name, turn)
         turn += 1

@@ -38,7 +38,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attmemo.fastseq.ops import cache_shape, multi_head_cache_attention, scale_shape
 from attmemo.kernels import cache_attention, pages
+from attmemo.profiler.turns import Job, interleave
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 FORMS: dict[str, dict[str, Any]] = {  # what the cache holds
@@ -75,18 +75,8 @@ def done() -> None:
 
 def seconds(calls: dict[str, Callable[[], Any]], budget: float, clock: Callable[[], float]) -> dict[str, float]:
     """Median of each, taking turns, for about so long together."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-        done()
-    started = time.perf_counter()
-    while time.perf_counter() - started < budget or len(next(iter(times.values()))) < 5:
-        for name, call in calls.items():
-            before = clock()
-            call()
-            done()
-            times[name].append(clock() - before)
-    return {name: median(taken) for name, taken in times.items()}
+    jobs: dict[str, Job] = {name: lambda _, call=call: (call(), done()) for name, call in calls.items()}
+    return {name: 1e-3 * times.ms for name, times in interleave(jobs, 5, seconds=budget, clock=clock).items()}
 
 
 def operator_call(

@@ -19,11 +19,10 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from paper.parts.layer import bench_layer
 
 from attmemo.errors import StorageFullError
 from attmemo.models import ADAPTERS
-from attmemo.profiler.bench.layer import bench_layer
-from attmemo.profiler.bench.limits import MAX_BYTES
 from attmemo.profiler.plots import BLUE, INK, ORANGE, STYLE, png
 
 LENGTHS = (128, 512)
@@ -49,7 +48,7 @@ with one lookup a forward.
 * Below 1 (above all bfloat16 at one short sequence) serving costs more than it saves. The gate leaves such calls
   alone; it is switched off in this measurement.
 
-`scripts/bench_families.py` makes this page. `attmemo bench layer` measures one of its cells.
+`scripts/bench_families.py` makes this page.
 
 """
 
@@ -57,7 +56,7 @@ with one lookup a forward.
 def bench_families(
     *, families: Sequence[str] | None = None, dtypes: Sequence[str] = DTYPES, lengths: Sequence[int] = LENGTHS,
     long_lengths: Sequence[int] = LONG_LENGTHS, batches: Sequence[int] = BATCHES, hidden: int = 768, heads: int = 12,
-    layers: int = 2, repeats: int = 3, most_tokens: int = MOST_TOKENS, max_bytes: int = MAX_BYTES,
+    layers: int = 2, repeats: int = 3, most_tokens: int = MOST_TOKENS,
 ) -> dict[str, Any]:  # fmt: skip
     """One forward with every sequence served, against the exact one, for every family.
 
@@ -88,7 +87,7 @@ def bench_families(
         try:
             found = bench_layer(
                 family=family, dtype=dtype, length=length, batch=batch, hidden=hidden, heads=heads, layers=layers,
-                repeats=repeats, lookups=("sequence",), max_bytes=max_bytes,
+                repeats=repeats, lookups=("sequence",),
             )  # fmt: skip
         except StorageFullError as error:
             notes.append(f"{family}, {dtype}, {batch} x {length} is left out: {error.what}")

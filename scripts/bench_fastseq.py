@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import fcntl
 import json
 import os
@@ -41,6 +40,7 @@ from typing import Any, Final
 
 import torch
 import transformers
+from measured_at import measured_at
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -438,12 +438,7 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
                 runs[name].append(json.loads(done.stdout.splitlines()[-1]))
                 times = {setting: round(runs[name][-1][setting]["seconds"], 2) for setting in ("greedy", "beams")}
                 print(options.shape, name, times, f"{time.perf_counter() - begin:.0f} s in all", flush=True)
-    facts = conditions(options) | {
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, check=True, text=True,
-            cwd=Path(__file__).parent,
-        ).stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    facts = conditions(options) | measured_at() | {
         "ctranslate2": _version("ctranslate2"),
         "load": [before, os.getloadavg()[0]],
     }  # fmt: skip

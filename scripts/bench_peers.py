@@ -16,7 +16,6 @@ that wants other versions of packages is measured by a Python of its own, and jo
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from typing import Any
 
 import peers_page
 from marked import replace_measured
+from measured_at import commit, measured_at
 from peers_inputs import FIRST, MODELS, PAGES, SHAPES, STREAMS, Plan, place_of, plan_of, write_stream, write_texts
 
 from attmemo.cli.files import write_whole
@@ -76,20 +76,6 @@ def maps_of(model: Path, texts: list[str], plan: Plan, folder: Path, dtype: str)
     return database, time.monotonic() - start
 
 
-def version() -> str:
-    """The commit that is measured, and whether code differs from it. Results and pages may."""
-    root = Path(__file__).parents[1]
-    given = ["git", "-C", str(root), "describe", "--always", "--exclude", "*"]
-    changed = ["git", "-C", str(root), "status", "--porcelain", "-uno", "attmemo", "native", "profiler", "scripts"]
-    try:
-        commit, dirty = (
-            subprocess.run(one, capture_output=True, text=True, check=True).stdout for one in (given, changed)
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit.strip() + ("-dirty" if dirty.strip() else "")
-
-
 def processor_of(features: list[str]) -> str:
     """The class of a processor, by what it has for matrices."""
     kinds = {
@@ -101,7 +87,7 @@ def processor_of(features: list[str]) -> str:
 
 def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """One pair. Failed, or an OSError: there is no result."""
-    place, commit = place_of(model, shared, work), version()
+    place, at = place_of(model, shared, work), measured_at()
     with TemporaryDirectory(dir=work) as name:
         folder = Path(name)
         file, output = folder / f"{stream}.jsonl", folder / "result.json"
@@ -126,7 +112,7 @@ def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args:
     found["model"] |= {"name": model, "random": model in SHAPES}
     found["stream"]["name"] = stream
     found["conditions"] |= {
-        "version": commit, "date": datetime.date.today().isoformat(),
+        "version": at["commit"], "date": at["date"],
         "processor": processor_of(found["conditions"]["features"]),
     }  # fmt: skip
     maps = found["paths"].get("maps")
@@ -192,7 +178,7 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 def run_all(args: argparse.Namespace) -> None:
     """Every pair that was asked for, one after the other."""
     if args.pages and not args.join:  # a page shows one commit
-        write(args.out, [run for run in read(args.out) if run.get("conditions", {}).get("version") == version()])
+        write(args.out, [run for run in read(args.out) if run.get("conditions", {}).get("version") == commit()])
     with TemporaryDirectory() as work:
         for model, stream in pairs_of(args):
             runs, pair = read(args.out), (model, stream, args.dtype)

@@ -11,7 +11,6 @@ Answers are compared bit by bit.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Callable
@@ -21,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_workloads import commit
 from marked import replace_measured
+from measured_at import measured_at
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from attmemo import memoize
@@ -142,9 +141,9 @@ def main() -> None:
                 result[name] = case(model, args.rounds, CLOCKS[args.clock])
                 print(name, json.dumps(result[name]), flush=True)
         result |= {
-            "layers": args.layers, "rounds": args.rounds, "clock": args.clock, "commit": commit(),
-            "date": datetime.date.today().isoformat(), "conditions": conditions() | {"threads": args.threads},
-        }  # fmt: skip
+            "layers": args.layers, "rounds": args.rounds, "clock": args.clock,
+            "conditions": conditions() | {"threads": args.threads},
+        } | measured_at()  # fmt: skip
         args.output.write_text(json.dumps(result, indent=1) + "\n")
     if args.page is not None:
         replace_measured(args.page, table(result))

@@ -12,7 +12,6 @@ ATTMEMO_SECONDS is the length of a run of wrk. wrk must be installed (apt-get in
 """
 
 import argparse
-import datetime
 import importlib.util
 import json
 import os
@@ -438,7 +437,8 @@ def main() -> None:
         return
     if shutil.which("wrk") is None:
         parser.error("wrk is not installed: apt-get install wrk")
-    from bench_peers import processor_of, version
+    from bench_peers import processor_of
+    from measured_at import measured_at
 
     from attmemo.profiler.peers.table import measured_under
 
@@ -449,10 +449,10 @@ def main() -> None:
             before = os.getloadavg()[0]
             result = PARTS[part](args.shared, args.out, Path(folder))
         found[part] = {"load_before": before, **result}
-        under = measured_under()
+        under, at = measured_under(), measured_at()
         found["conditions"] = under | {
-            "log": LOG, "model": Path(model()).parent.name, "dtype": DTYPE, "version": version(),
-            "date": datetime.date.today().isoformat(), "processor": processor_of(under["features"]),
+            "log": LOG, "model": Path(model()).parent.name, "dtype": DTYPE, "version": at["commit"],
+            "date": at["date"], "processor": processor_of(under["features"]),
         }  # fmt: skip
         file.write_text(json.dumps(found, indent=1))
         print(part, json.dumps(found[part], indent=1))

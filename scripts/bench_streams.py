@@ -16,7 +16,6 @@ import argparse
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from attmemo.profiler.answers import changed
 from attmemo.profiler.demo import BUDGET, MODEL, in_batches, model_path, read_log
 from attmemo.profiler.models import LoadedModel, Tokens, load_model, own_pooling, tokenize
 from attmemo.profiler.peers.paths import MIN_COSINE, Ask, Cache, another, memoize_rows, timed, way_of
+from attmemo.profiler.peers.table import measured_under
 from attmemo.profiler.plots import GREY, STYLE, png
 from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS, STOCK, Race, other_runtimes
 from attmemo.profiler.way_plots import color_of
@@ -78,17 +78,6 @@ def measure(shared: Path, name: str, dtype: str) -> dict[str, Any]:
     del found["laps"]
     tokens = sum(map(len, itertools.chain(*batches)))
     return found | {"notes": notes, "tokens": tokens, "dtype": dtype, "conditions": conditions()}
-
-
-def installed(*names: str) -> dict[str, str]:
-    """Versions of packages; those that are not installed are left out."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def draw(streams: dict[str, Any]) -> bytes:
@@ -154,7 +143,7 @@ def main() -> None:
         result["streams"][name] = measure(args.shared, name, args.dtype)
         result |= {
             "model": MODEL, "lines": LINES, "batch": BATCH, "budget": BUDGET,
-            "packages": installed("torch", "transformers", "openvino", "onnxruntime"),
+            "packages": measured_under()["packages"],
         }  # fmt: skip
         args.output.write_text(json.dumps(result, indent=1) + "\n")
         speeds = {part: result["streams"][name]["parts"][part]["speed"] for part in ("all", LATE)}

@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +26,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from marked import replace_measured
+from measured_at import measured_at
 from workloads import WORKLOADS, Workload, sign
 
 from attmemo.wording import counted
@@ -204,12 +204,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def commit() -> str:
-    """The commit that is measured."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
@@ -228,7 +222,7 @@ def main() -> None:
     for stream in args.stream or WORKLOADS:
         found = measure(stream, args.shared, args.threads, args.ways.split(","))
         result["streams"][stream] = found
-        result |= {"conditions": conditions() | {"threads": args.threads}, "commit": commit()}
+        result |= {"conditions": conditions() | {"threads": args.threads}} | measured_at()
         args.output.write_text(json.dumps(result, indent=1) + "\n")
         for name in args.ways.split(","):
             own = found[name]

@@ -73,7 +73,8 @@ def first_table(run: Run) -> tuple[list[str], list[str]]:
         ("exact: `memoize(model)`", "none", "speed", True), ("8 bits: `linear=\"int8\"`", "none-int8", "speed", False),
         ("reuse, 1 % budget, last third", "rows", "late_speed", False),
     ]  # fmt: skip
-    lines = [f"| original model = 1 | {' | '.join(f'batch {size}' for size in run['batch'])} |", "|---|" + 3 * "---|"]
+    head = " | ".join(f"batch {size}" for size in run["batch"])
+    lines = [f"| speed (best peer), original model = 1 | {head} |", "|---|" + 3 * "---|"]
     names = list[str]()
     for label, path, key, exact in rows:
         rivals = [best_peer(run, size, key, exact=exact) for size in run["batch"]]
@@ -95,10 +96,9 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
     return "\n".join([
         *lines, "",
         f"all-MiniLM-L6-v2, {run['model']['dtype']}, {machine_of(run['conditions'])}, {run['stream']['name']} log "
-        f"lines in order of arrival; in brackets the best peer, {makers} "
-        f"([peers.json](docs/peers.json), {commits([run])}).",
-        f"From nothing, {len(streams)} streams with reuse took {min(full):.2f} to {max(full):.2f} times as long as "
-        f"exact without pauses, {min(half):.2f} to {max(half):.2f} with some, later "
+        f"lines as they came; peer: {makers} ([peers.json](docs/peers.json), {commits([run])}).",
+        f"With reuse, {len(streams)} streams that begin with nothing stored take {min(full):.2f} to {max(full):.2f} "
+        f"times as long as exact without pauses; with pauses {min(half):.2f} to {max(half):.2f}, second half "
         f"([workloads.json](docs/workloads.json), commit {workloads['commit']}).",
     ])  # fmt: skip
 

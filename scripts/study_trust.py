@@ -9,11 +9,9 @@ Every part adds its rows to the JSON. Records are looked up always (``gate=False
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import random
-import subprocess
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from marked import replace_measured, table
+from measured_at import measured_at
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 from workloads import LOGS, at_once, lines_of
 from workloads import _questions as questions_of
@@ -310,12 +309,7 @@ def main() -> None:
     found = json.loads(asked.output.read_text()) if asked.output.is_file() else {"schema": "attmemo.trust/1"}
     for part in asked.parts or PARTS:
         rows = PARTS[part](asked.shared)
-        found |= {
-            part: rows, "conditions": conditions(), "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "commit": subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-            ).stdout.strip(),
-        }  # fmt: skip
+        found |= {part: rows, "conditions": conditions()} | measured_at()
         asked.output.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from attmemo.cli import advise, bench, build, changes, demo, doctor, drill, families, filling, generate, look, measure
+from attmemo.cli import advise, build, changes, demo, doctor, drill, families, filling, generate, look, measure, peers
 from attmemo.cli.serve import serve
 
 HELP = """Faster transformer encoders on CPU servers: no padding, and what was computed before is not computed
@@ -110,7 +110,7 @@ app.command("build-database", rich_help_panel=DATABASES)(build.build_database)
 app.command("evaluate", rich_help_panel=DATABASES)(measure.evaluate)
 app.command("train-embedder", rich_help_panel=MAPS)(build.train_embedder)
 app.command("tune", rich_help_panel=MAPS)(measure.tune)
-app.add_typer(bench.app, name="bench", rich_help_panel=BENCHMARKS)
+app.add_typer(peers.app, name="bench", rich_help_panel=BENCHMARKS)
 app.command("generate", rich_help_panel=GENERATION, context_settings=generate.CONTEXT)(generate.generate)
 
 

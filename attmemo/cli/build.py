@@ -65,7 +65,6 @@ def build_database(
     max_bytes: Annotated[int, typer.Option(
         metavar="SIZE", parser=options.parse_size, help="Stop before the database is larger: 8GiB, 500MB, …"
     )] = options.EIGHT_GIB,
-    device: Annotated[Literal["cpu"], typer.Option(help="Where the model runs.")] = "cpu",
     batch_size: options.BatchSize = 16,
     held_out: Annotated[float, typer.Option(
         metavar="SHARE", min=0.0, max=0.5,
@@ -104,7 +103,7 @@ def build_database(
         if destination is not None:
             check_directory("--output", destination)
         out.say(f"Loading {model}")
-        loaded = load_model(model, model_dtype, device)
+        loaded = load_model(model, model_dtype)
 
         def tell(done: int, total: int) -> None:
             out.interrupted = "interrupted; what was captured is published, the same command resumes"

@@ -25,9 +25,6 @@ def demo(
         help="Your own log, a line each, of 200 lines or more, better thousands.  [default: an invented service log]",
     )] = None,
     stdin: Annotated[bool, typer.Option("--stdin", help="Take lines from standard input, as they come.")] = False,
-    service: Annotated[Literal["payments", "login", "web", "jobs", "storage"] | None, typer.Option(
-        help="Whose lines are invented where there is no LOGFILE.  [default: payments]", show_default=False
-    )] = None,
     destination: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Where the result goes.")
     ] = Path("demo-output"),
@@ -53,12 +50,10 @@ def demo(
     """
     if stdin and log is not None:
         raise typer.BadParameter("--stdin takes the place of LOGFILE.")
-    if service is not None and (stdin or log is not None):
-        raise typer.BadParameter("--service is for invented lines: it takes no LOGFILE or --stdin.")
     with output(json, quiet, "interrupted; nothing was kept") as out:
         from attmemo.profiler.demo import Source, run_demo
 
-        source = Source(log, sys.stdin.fileno() if stdin else None, service or "payments")
+        source = Source(log, sys.stdin.fileno() if stdin else None)
         out.paragraph(f"Up to {seconds:.0f} seconds of {source.name}, through a model with six layers (MiniLM).")
         with live_line(quiet) as show:
             found = run_demo(source, destination, seconds, show, lambda race: show(_live(race)), dtype)

@@ -21,6 +21,7 @@ from attmemo.wording import counted
 
 if TYPE_CHECKING:
     from attmemo.db import Database
+    from attmemo.db.database import Finding
 
 _BINS, _BAR = 8, 32
 
@@ -156,48 +157,40 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
         from attmemo.db.pools.filling import is_filling
 
         if is_filling(db):
-            _check_filling(out, db)
-            return
-        with Database(db) as database:
-            slots = len(database) * sum(kind.layers for kind in database.manifest.kinds)
-            found = database.check(lambda done, total: out.stages("checking slots", done, total))
+            read, (total, found) = "record", _check_filling(out, db)
+            following = "nothing must be done, they are not served; remove the folder to begin anew"
+        else:
+            with Database(db) as database:
+                read, total = "slot", len(database) * sum(kind.layers for kind in database.manifest.kinds)
+                found = database.check(lambda done, total: out.stages("checking slots", done, total))
+            following = (
+                "restore the database from a copy, or build it again with attmemo build-database; if only an embedder "
+                f"or index file is named, attmemo train-embedder {shlex.quote(str(db))} makes it anew"
+            )
         for finding in found:
             out.say(f"{finding.where}: {finding.what}")
         findings = [asdict(finding) for finding in found]
-        out.result({"path": str(db), "slots": slots, "ok": not findings, "findings": findings})
-        if findings:
-            typer.echo(
-                f"error: {db}: {counted(len(findings), 'finding')} in {slots:,} slots\n"
-                "  Next: restore the database from a copy, or build it again with attmemo build-database; if only an "
-                f"embedder or index file is named, attmemo train-embedder {shlex.quote(str(db))} makes it anew",
-                err=True,
-            )
+        out.result({"path": str(db), f"{read}s": total, "ok": not found, "findings": findings})
+        if found:
+            seen = f"{counted(len(found), 'finding')} in {counted(total, read)}"
+            typer.echo(f"error: {db}: {seen}\n  Next: {following}", err=True)
             raise typer.Exit(1)
-        out.say(f"{db}: {counted(slots, 'slot')}, all checksums match")
+        out.say(f"{db}: {counted(total, read)}, all checksums match")
 
 
-def _check_filling(out: Output, db: Path) -> None:
-    from attmemo.db.database import Finding
+def _check_filling(out: Output, db: Path) -> tuple[int, list[Finding]]:
+    """How many records a database that fills itself has, and what is wrong with some; of namespaces too."""
     from attmemo.db.namespaces import all_of
     from attmemo.db.pools import maintenance as upkeep
 
-    records, found = 0, list[Finding]()
+    records = 0
+    found: list[Finding] = []
     for folder in all_of(db):
         with closing(filling.opened(folder, fills=False)) as pool:
             records += len(pool)
             own = upkeep.check(pool, lambda done, total: out.stages("checking records", done, total))
         found += [replace(one, where=f"{folder.relative_to(db)}/{one.where}") for one in own] if folder != db else own
-    for finding in found:
-        out.say(f"{finding.where}: {finding.what}")
-    out.result({"path": str(db), "records": records, "ok": not found, "findings": [asdict(one) for one in found]})
-    if found:
-        typer.echo(
-            f"error: {db}: {len(found)} of {records:,} records are damaged\n"
-            "  Next: nothing must be done, they are not served; remove the folder to begin anew",
-            err=True,
-        )
-        raise typer.Exit(1)
-    out.say(f"{db}: {counted(records, 'record')}, all checksums match")
+    return records, found
 
 
 def histogram(lengths: Mapping[int, int]) -> list[tuple[str, str, str]]:

@@ -90,7 +90,7 @@ def evaluate(
     )] = None,
     near: options.Near = None, most_moved: options.MostMoved = None,
     report: Annotated[Path | None, typer.Option(
-        metavar="DIR", help="Write report.html, report.png and result.json here.  [default: no report]"
+        metavar="DIR", help="Write report.html and result.json here.  [default: no report]"
     )] = None,
     batch_size: options.BatchSize = 32, limit: options.Limit = None,
     sort: Annotated[bool, typer.Option(

@@ -13,6 +13,13 @@ from attmemo.cli.console import Output, output
 from attmemo.cli.files import check_apart, check_plot, write_whole
 from attmemo.wording import counted
 
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def bench() -> None:
+    """Time every way to the answers of a model."""
+
 
 def parse_batch(text: str) -> tuple[int, ...]:
     """Batch sizes separated by commas."""
@@ -30,6 +37,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 _SIZES: Any = "1,8,32"  # a default is parsed, and shown, like a value that is given
 
 
+@app.command()
 def peers(
     model: options.Model,
     data: Annotated[list[Path], typer.Argument(

@@ -22,7 +22,7 @@ SUMS: Final = ("records", "record_bytes", "failed", "reused", "repeated", "rows_
 
 def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
     """Levels by name, each with what it means; None: there is no such number."""
-    found = stats_of(service)
+    found, spaces = stats_of(service), getattr(service.model.handle, "spaces", None)
     guard, shadow = found.get("guard") or {}, found.get("shadow") or {}
     return {
         "te_queue_size": ("Sequences that wait for the model.", service.waiting),
@@ -30,6 +30,7 @@ def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
         "attmemo_draining": ("1: the service is about to end.", service.draining),
         "attmemo_records": ("Records that came while the model ran.", found.get("records")),
         "attmemo_record_bytes": ("Bytes of these records.", found.get("record_bytes")),
+        "attmemo_namespaces": ("Namespaces that requests have named.", None if spaces is None else len(spaces)),
         "attmemo_failed": ("Sequences that an error left exact, or without a check.", found.get("failed")),
         "attmemo_guard_state": ("0: collects evidence, 1: certified, -1: alarm.", STATES.get(guard.get("state", ""))),
         "attmemo_guard_budget": ("Share of answers that may change.", guard.get("budget")),

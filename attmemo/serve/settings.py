@@ -20,6 +20,12 @@ LinearName = Literal["auto", "exact", "int8"]
 
 CONFIDENCE: Final = 0.95
 MIN_COSINE: Final = 0.98
+LEAST: Final = {
+    0: ("near", "namespaces", "client_seconds", "drain_seconds", "stop_seconds"),
+    1: ("max_batch_tokens", "max_concurrent_requests", "max_client_batch_size", "payload_limit", "max_batch_requests",
+        "tokenization_workers"),
+}  # fmt: skip
+"""The least value of settings that are numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +118,10 @@ class Settings:
         folder = Path(self.model).expanduser()
         own = Path(os.path.abspath(folder)).name if folder.is_absolute() or folder.exists() else self.model
         object.__setattr__(self, "model_name", own)  # now: a folder may be moved while it is served
-        for name in ("max_batch_tokens", "max_concurrent_requests", "max_client_batch_size", "payload_limit"):
-            _least(name, getattr(self, name), 1)
-        for name in ("max_batch_requests", "tokenization_workers"):
-            _least(name, getattr(self, name), 1)
-        _least("near", self.near, 0)
-        _least("namespaces", self.namespaces, 0)
-        for name in ("client_seconds", "drain_seconds", "stop_seconds"):
-            _least(name, getattr(self, name), 0)
+        for least, names in LEAST.items():
+            for name in names:
+                if (value := getattr(self, name)) is not None and not value >= least:
+                    raise ArgumentError(f"{name} is {value}; expected {least} or more.", f"give {least} or more")
         if self.default_prompt is not None and self.default_prompt_name is not None:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
         check_places(self.database, self.fill)
@@ -186,8 +188,3 @@ def split_cores(allowed: set[int], count: int) -> Split:
         return Split(allowed, count - rest, allowed)
     ordered = sorted(allowed)
     return Split(set(ordered[:-rest]), count - rest, set(ordered[-rest:]))
-
-
-def _least(name: str, value: float | None, least: int) -> None:
-    if value is not None and not value >= least:
-        raise ArgumentError(f"{name} is {value}; expected {least} or more.", f"give {least} or more")

@@ -23,7 +23,7 @@ from attmemo.profiler.models import Tokens
 from attmemo.profiler.peers.paths import CACHE, MIN_COSINE, PATHS, STOCK, Ask, Cache
 from attmemo.profiler.peers.process import PathError, PathProcess, Processes
 from attmemo.profiler.peers.stream import Stream, Turn
-from attmemo.profiler.turns import Progress, alternate
+from attmemo.profiler.turns import Progress, alternate, told
 from attmemo.system.machine import CPUINFO, conditions
 
 _PILOT: Final = 3  # batches of the first part that show which exact path is the fastest
@@ -131,10 +131,8 @@ class Table:
         found: dict[str, Any] = {}
         conditions = measured_under() | {"runs": []}
         with _watched(found):
-            for done, name in enumerate(self._names):
-                self._tell("making ready", done, len(self._names))
+            for name in told(self._tell, "making ready", self._names):
                 self._set_up(name)
-        self._tell("making ready", len(self._names), len(self._names))
         conditions["set_up"] = found
         try:
             if STOCK not in self._open:
@@ -164,10 +162,8 @@ class Table:
         if self._order.dtype != "float32":
             process, _ = self._processes.open(STOCK, replace(self._order, dtype="float32"))
         ordered, parts = sorted(self._stream.texts, key=len), []
-        for at in range(0, len(ordered), _WHOLE):
-            self._tell("exact answers", at, len(ordered))
+        for at in told(self._tell, "exact answers", range(0, len(ordered), _WHOLE)):
             parts.append(process.ask(ordered[at : at + _WHOLE])[1])
-        self._tell("exact answers", len(ordered), len(ordered))
         if process is not self._open[STOCK]:
             process.close()
         return torch.cat(parts)[torch.tensor([text.row for text in ordered]).argsort()]

@@ -9,9 +9,9 @@ import torch
 from matplotlib.figure import Figure as Plot
 
 from attmemo.models.cache_name import CACHE_NAME
-from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.turns import interleave
 from paper.frame import Claim, Figure, Found, Run, document, judge, table, where
+from paper.parts.shapes import random_inputs, random_model
 from paper.plots import legend, sheet
 
 LAYERS = 4

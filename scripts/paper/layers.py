@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attmemo.profiler.bench import bench_layer
 from paper.frame import Found, Run
+from paper.parts.layer import bench_layer
 
 LAYERS = 2
 

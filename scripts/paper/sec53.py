@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure as Plot
 
-from attmemo.profiler.bench import bench_search
 from paper.frame import Claim, Figure, Found, Run, judge, percent, table, where
+from paper.parts.search import bench_search
 from paper.plots import PAPER, bars, legend, sheet
 
 LIMIT_MS = 0.5

@@ -12,10 +12,10 @@ from torch import nn
 
 from attmemo.db.index import build_index
 from attmemo.embed.siamese import CHANNELS, DIMENSION, SiameseEmbedder
-from attmemo.profiler.bench.limits import threads_kept
 from attmemo.profiler.turns import interleave
 from paper.frame import Claim, Figure, Found, Run, judge, table, where
 from paper.layers import cell, eager
+from paper.parts.limits import threads_kept
 from paper.plots import PAPER, sheet
 
 # milliseconds: with memoization, without

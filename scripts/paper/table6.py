@@ -6,8 +6,8 @@ from typing import Any
 
 from matplotlib.figure import Figure as Plot
 
-from attmemo.profiler.bench import bench_gather
 from paper.frame import Claim, Figure, Found, Run, judge, table, where
+from paper.parts.gather import bench_gather
 from paper.plots import PAPER, bars, legend, sheet
 
 # length, batch: copy, map and unmap; the table says seconds, the text milliseconds

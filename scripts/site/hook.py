@@ -2,11 +2,12 @@
 
 The first page is the repository's README.md; docs/README.md gives the menu, and below "Results and records" pages
 outside of it. A file outside of docs/ that a page links to becomes a page of the site too, so that no link leads away
-from the site. `make docs` builds it.
+from the site. The tutorial is a notebook too. `make docs` builds it.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import tomllib
@@ -19,6 +20,7 @@ from pathspec.gitignore import GitIgnoreSpec
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FIRST, INDEX, RESULTS = "README.md", "docs/README.md", "Results and records"
+TUTORIAL, NOTEBOOK = "docs/tutorial.md", "tutorial.ipynb"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".c": "c", ".service": "ini"}
 
@@ -77,6 +79,18 @@ def source(path: str) -> str:
     return f"# {path}\n\n````{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}````\n"
 
 
+def notebook(text: str) -> str:
+    """A page as a Jupyter notebook: Python in cells of code, all else in cells of Markdown."""
+    cells: list[dict[str, Any]] = []
+    for number, part in enumerate(re.split(r"(?ms)^```python\n(.*?)^```\n", text)):
+        kind: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []}
+        if not number % 2:
+            kind, part = {"cell_type": "markdown"}, re.sub(r"(\]\([^)\s:]+)\.md\b", r"\1.html", part)
+        cells.append(kind | {"id": f"part-{number}", "metadata": {}, "source": part.strip()})
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    return json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1)
+
+
 def on_config(config: Any) -> Any:
     index = (ROOT / INDEX).read_text(encoding="utf-8")
     config.nav = menu(index)
@@ -103,7 +117,11 @@ def on_files(files: Files, *, config: Any) -> Files:
     for path, text in texts.items():
         if path in documents:
             files.remove(documents[path])
-        files.append(File.generated(config, place(path), content=moved(path, text) if path.endswith(".md") else text))
+        shown = moved(path, text) if path.endswith(".md") else text
+        if path == TUTORIAL:
+            files.append(File.generated(config, NOTEBOOK, content=notebook(shown)))
+            shown += f"\n[This page as a notebook]({NOTEBOOK})\n"
+        files.append(File.generated(config, place(path), content=shown))
     for name in ("site.css", "iframe-worker.js"):
         files.append(File.generated(config, name, abs_src_path=str(HERE / name)))
     return files

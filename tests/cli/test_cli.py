@@ -197,7 +197,7 @@ class TestOptions:
             ("tune db --data a --min-cosine 2", "--min-cosine"),
             ("evaluate db --data a --threshold 95", "--threshold"),
             ("evaluate db --data a --repeats 0", "--repeats"),
-            ("bench gather --length 0", "--length"),
+            ("bench peers m f --lines 0", "--lines"),
             ("observe db", "observe"),
             ("inspect ''", "an empty text would be the working directory"),
         ],
@@ -209,7 +209,7 @@ class TestOptions:
         assert "Traceback" not in result.output
 
     @pytest.mark.parametrize(
-        "args", ["serve m", "advise m f", "bench peers m f", "bench layer", "build-database --model m --data f"]
+        "args", ["serve m", "advise m f", "bench peers m f", "build-database --model m --data f"]
     )
     def test_float16_is_answered_with_the_type_to_take(self, args: str) -> None:
         option = "--model-dtype" if args.startswith("build") else "--dtype"

@@ -73,7 +73,7 @@ def test_check_names_a_damaged_record_and_says_that_it_is_not_served(folder: Pat
     result = attmemo("check", folder)
     assert result.exit_code == 1
     assert "record 3" in result.stdout
-    assert "1 of 20 records are damaged" in result.stderr
+    assert "1 finding in 20 records" in result.stderr
 
 
 def test_compact_keeps_every_record_and_its_uses(folder: Path) -> None:

@@ -40,7 +40,7 @@ class TestWork:
         assert str(tmp_path / "report" / "report.html") in out
         result = json.loads((tmp_path / "result.json").read_text())
         assert result["threshold_source"].startswith("tuned")
-        assert {file.name for file in (tmp_path / "report").iterdir()} == {"report.html", "report.png", "result.json"}
+        assert {file.name for file in (tmp_path / "report").iterdir()} == {"report.html", "result.json"}
         assert json.loads((tmp_path / "report" / "result.json").read_text()) == result
 
     def test_parts_can_be_left_out(self, database: Path, logs: dict[str, Path]) -> None:
@@ -97,30 +97,6 @@ class TestWork:
         report = json.loads(succeed("train-embedder", path, "--steps", "2", "--no-profile", "--json", "-"))
         assert report["profile"] is None
         assert "not measured" in succeed("inspect", path)
-
-    @pytest.mark.parametrize(
-        "args",
-        [
-            "gather --heads 2 --length 16 --batch 2 --width 8 --repeats 1 --dtype float32",
-            "search --records 100 --dimension 8 --queries 4 --repeats 1 --backend flat",
-            "layer --hidden 16 --heads 2 --length 16 --batch 2 --layers 1 --repeats 1",
-            "rows --hidden 32 --heads 2 --length 20 --batch 2 --layers 1 --repeats 1 --dtype float32",
-        ],
-    )
-    def test_bench(self, args: str) -> None:
-        out = succeed("bench", *shlex.split(args))
-        assert "Conditions" in out
-        found = json.loads(succeed("bench", *shlex.split(args), "--json", "-"))
-        assert found["rows"]
-        named, *measured = [key for key in found["rows"][0] if key not in found["conditions"]]
-        assert {*measured, *(row[named] for row in found["rows"])} <= set(out.split())
-
-    def test_bench_of_rows_refuses_a_family_without_blocks(self) -> None:
-        said = refuse("bench", "rows", "--family", "gpt2", "--hidden", "32", "--heads", "2", "--length", "16")
-        assert "cannot run the blocks" in said
-
-    def test_bench_of_a_shape_that_is_none(self) -> None:
-        assert "multiple of heads" in refuse("bench", "layer", "--hidden", "100", "--heads", "12")
 
 
 class TestRows:

@@ -112,6 +112,17 @@ def test_the_search_finds_documents_and_docstrings(site: Path) -> None:
     assert (site / "search" / "search_index.js").exists()  # for pages that are opened from a disk
 
 
+def test_the_tutorial_is_a_notebook_with_its_code(site: Path, pages: dict[Path, Page]) -> None:
+    cells = json.loads((site / "tutorial.ipynb").read_text(encoding="utf-8"))["cells"]
+    text = (REPOSITORY / "docs/tutorial.md").read_text(encoding="utf-8")
+    code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+    assert code == [part.strip() for part in re.findall(r"(?ms)^```python\n(.*?)^```", text)]
+    assert len(code) > 4
+    compile("\n".join(code), "tutorial.ipynb", "exec")
+    assert not any(re.search(r"\]\([\w/-]+\.md", cell["source"]) for cell in cells)
+    assert "tutorial.ipynb" in pages[site / "tutorial.html"].links
+
+
 def test_every_public_name_is_in_the_reference(pages: dict[Path, Page]) -> None:
     [reference] = [page for file, page in pages.items() if file.name == "api.html"]
     for package in ("attmemo", "attmemo.fastseq", "attmemo.ray", "attmemo.serve"):

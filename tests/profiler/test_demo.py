@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -139,11 +139,10 @@ class TestRun:
         classifier = found["classifier"]
         assert len(windows_of([Lap(**lap) for lap in classifier["laps"]], classifier["every"])) >= 3
 
-    @pytest.mark.parametrize("service", get_args(demo.Service))
-    def test_invents_the_lines_of_the_service_that_is_named(self, service: demo.Service) -> None:
-        source = demo.Source(service=service)
-        assert service in source.name
-        assert list(next(source.batches())) == list(generate_log(demo.BATCH, 0, (service,)))
+    def test_invents_the_lines_of_one_service(self) -> None:
+        source = demo.Source()
+        assert demo.SERVICE in source.name
+        assert list(next(source.batches())) == list(generate_log(demo.BATCH, 0, (demo.SERVICE,)))
 
     @pytest.mark.usefixtures("small")
     def test_ends_when_the_time_is_over(self, tmp_path: Path) -> None:
@@ -201,11 +200,6 @@ class TestRefusals:
 
     def test_a_log_and_standard_input_exclude_each_other(self) -> None:
         assert run("my.log", "--stdin").exit_code == 2
-
-    @pytest.mark.parametrize("other", [["my.log"], ["--stdin"]])
-    def test_a_service_is_of_invented_lines_only(self, other: list[str]) -> None:
-        assert run("--service", "web", *other).exit_code == 2
-        assert run("--service", "nothing").exit_code == 2
 
     @pytest.mark.usefixtures("small")
     def test_a_stream_without_a_line_is_refused(self, tmp_path: Path) -> None:

@@ -395,7 +395,7 @@ class TestScript:
             return found
 
         monkeypatch.setattr(script, "measure", measure)
-        monkeypatch.setattr(script, "version", lambda: "new")
+        monkeypatch.setattr(script, "commit", lambda: "new")
         old = measure(tmp_path, tmp_path, "minilm", "HDFS")
         old["conditions"]["version"] = "old"
         script.write(tmp_path, [old])

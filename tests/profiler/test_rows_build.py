@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from databases import findings
+from transformers import GPT2Config, GPT2Model
 
 from attmemo import memoize
 from attmemo.db import KIND_LAST, KIND_ROWS, KIND_TOKENS, SPLIT_HELD_OUT, Database, default_path, find_database
@@ -275,12 +276,10 @@ def test_options_of_the_other_kind_are_refused(
 
 
 def test_a_family_without_blocks_is_refused(tmp_path: Path) -> None:
-    from attmemo.profiler.bench.shapes import random_inputs, random_model
-
-    generator = torch.Generator().manual_seed(0)
-    model = random_model("gpt2", 32, 2, 16, 1, "float32")
+    model, ids = GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=100)).eval(), torch.ones(2, 16).long()
+    inputs = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
     with pytest.raises(UnsupportedModelError, match="reuse='rows' cannot run the blocks of GPT2"):
-        build_from_inputs(model, [random_inputs("gpt2", generator, 2, 16, "float32")], tmp_path / "db", reuse="rows")
+        build_from_inputs(model, inputs, tmp_path / "db", reuse="rows")
     assert not (tmp_path / "db").exists()
 
 

@@ -75,6 +75,9 @@ def test_names_that_are_none_and_too_many_are_refused(model: str) -> None:
         reply = live.post("/predict", {"inputs": TEXT}, x_attmemo_namespace="c")
         assert (reply.status, "2 namespaces already" in reply.json["error"]) == (422, True)
         assert live.post("/predict", {"inputs": TEXT}).status == 200
+        told = live.get("/metrics").body.decode().splitlines()
+        assert "attmemo_namespaces 2.0" in told
+        assert 'te_request_failure{err="namespace"} 3.0' in told
 
 
 def test_a_header_that_is_given_twice_is_refused(model: str) -> None:

@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from attmemo.db import BACKENDS, FlatIndex
 from attmemo.db.index import VectorIndex, build_index
-from attmemo.profiler.bench import limits
-from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.profiler.turns import Job, interleave
 from attmemo.system.machine import conditions
+from paper.parts import limits
 
 
 def bench_search(
     *, records: int = 10000, dimension: int = 128, queries: int = 64, backends: Sequence[str] = BACKENDS,
-    repeats: int = 9, max_bytes: int = limits.MAX_BYTES, progress: Progress = silent,
+    repeats: int = 9,
 ) -> dict[str, Any]:  # fmt: skip
     """Cost and recall of the index backends on clustered random vectors, as template-heavy data gives.
 
@@ -31,8 +31,8 @@ def bench_search(
         Vectors searched at once, each near a stored one.
     backends : sequence of {"faiss", "hnswlib", "flat"}
         Those to measure.
-    repeats, max_bytes, progress : int, int and callable
-        Turns counted, each with other queries; most bytes in memory; called with (what, done, total).
+    repeats : int
+        Turns counted, each with other queries.
 
     Returns
     -------
@@ -43,18 +43,13 @@ def bench_search(
 
     Raises
     ------
-    ValueError, StorageFullError
-        A size or backend is none; the limit or the memory has no room for it.
+    StorageFullError
+        The memory has no room for it.
     """
     sizes = {"records": records, "dimension": dimension, "queries": queries}
-    limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    if isinstance(backends, str) or not backends:
-        raise ValueError(f"backends must be a sequence of names, at least one, got {backends!r}")
-    for backend in backends:
-        limits.check_choice("backends", backend, BACKENDS)
     # Vectors here and in each index with its links, queries of all turns, distances and order of a flat search.
     vectors_bytes, asked_bytes = 4 * records * dimension, 4 * (1 + repeats) * queries * dimension
-    limits.check_memory((2 + 2 * len(backends)) * vectors_bytes + asked_bytes + 16 * records * queries, max_bytes)
+    limits.check_room((2 + 2 * len(backends)) * vectors_bytes + asked_bytes + 16 * records * queries)
     where = conditions()
     generator = np.random.default_rng(limits.SEED)
     centres = generator.standard_normal((math.isqrt(records - 1) + 1, dimension), np.float32)
@@ -67,17 +62,15 @@ def bench_search(
 
     indexes: dict[str, VectorIndex] = {}
     build_seconds: dict[str, float] = {}
-    wanted: list[Any] = list(dict.fromkeys(backends))  # checked against BACKENDS
+    wanted: list[Any] = list(dict.fromkeys(backends))
     with limits.threads_kept():  # one thread for faiss is one for torch: the two may share an OpenMP runtime
-        for step, backend in enumerate(wanted):
-            progress("indexes", step, len(wanted))
+        for backend in wanted:
             build_index(vectors[:1], backend)  # imports the library
             start = time.perf_counter()
             indexes[backend] = build_index(vectors, backend)
             build_seconds[backend] = time.perf_counter() - start
-        progress("indexes", len(wanted), len(wanted))
         jobs = {name: _search_job(index, asked) for name, index in indexes.items()}
-        found = interleave(jobs, repeats, tell=progress)
+        found = interleave(jobs, repeats)
         exact = FlatIndex(vectors)
         truth = [exact.search(batch, 1)[1][:, 0] for batch in asked]
         rows = []

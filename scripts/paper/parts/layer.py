@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, cycle
@@ -13,23 +14,23 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from attmemo.db import KIND_MAP, Database, DatabaseWriter
-from attmemo.db.encodings import STORAGE, TYPES
+from attmemo.db import Database, DatabaseWriter
+from attmemo.db.encodings import TYPES
 from attmemo.embed.indexing import build_indexes
 from attmemo.embed.lookup import LookupName
 from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import AttmemoError
 from attmemo.maps.handle import MapMemoization
 from attmemo.memoization import memoize, unmemoize
-from attmemo.models import ADAPTERS, Adapter, adapter_for
+from attmemo.models import Adapter, adapter_for
 from attmemo.models.base import by_module
 from attmemo.models.projections import share_heads
-from attmemo.profiler.bench import limits
-from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.map_recorder import Capture, attention_seconds
-from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.profiler.turns import Job, interleave
 from attmemo.system.machine import conditions
+from paper.parts import limits
+from paper.parts.shapes import random_inputs, random_model
 
 _LEAST_RECORDS: Final = 8  # that an embedder can be trained on
 _OF_SERVED: Final = (
@@ -74,8 +75,7 @@ class _Clock:
 def bench_layer(
     *, family: str = "bert", hidden: int = 768, heads: int = 12, length: int = 256, batch: int = 8,
     dtype: str = "float32", layers: int = 2, repeats: int = 5, eager: bool = False,
-    lookups: Sequence[LookupName] = ("sequence", "layer"), max_bytes: int = limits.MAX_BYTES,
-    progress: Progress = silent,
+    lookups: Sequence[LookupName] = ("sequence", "layer"),
 ) -> dict[str, Any]:  # fmt: skip
     """One forward of a random-initialised model: exact, and with every sequence served from a database.
 
@@ -95,8 +95,6 @@ def bench_layer(
         Whether to measure attention without a fused kernel too, as models had it in 2022.
     lookups : sequence of {"sequence", "layer"}
         Which of the memoized variants to measure.
-    max_bytes, progress : int and callable
-        Most bytes for the temporary database; called with (what, done, total).
 
     Returns
     -------
@@ -104,8 +102,7 @@ def bench_layer(
         ``rows``, one for each variant: ``exact`` (the stock model, with fused attention where the family has it),
         ``exact-eager`` (if asked, where ``exact`` is another), ``memoized-sequence``, ``memoized-layer`` (one lookup
         for all layers, or one in each), ``ceiling`` (the hit path without lookup and fetch, on maps that are in
-        contiguous memory already); with ``ms``, ``ms_min``, ``speedup`` (against ``exact``), ``speedup_best`` (against
-        the fastest exact one).
+        contiguous memory already); with ``ms`` and ``speedup`` (against ``exact``).
 
         For the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (mean over layers; one
         lookup for all is divided among them), ``share_of_ceiling`` (saving over ``exact``, as a share of the
@@ -115,15 +112,10 @@ def bench_layer(
 
     Raises
     ------
-    ValueError, StorageFullError, AttmemoError
-        A size or name is none; there is no room; the ceiling, on the model's own maps, gives another output.
+    StorageFullError, AttmemoError
+        There is no room; the ceiling, on the model's own maps, gives another output.
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
-    limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    limits.check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS if adapter.has_maps))
-    limits.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
-    if hidden % heads:
-        raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
     storage = "bfloat16" if dtype == "bfloat16" else "float16"  # as attmemo.profiler.build does
     where = conditions()
     notes = ["random weights and tokens: times only, nothing about quality; embeddings are part of the forward"]
@@ -132,16 +124,15 @@ def bench_layer(
     items = heads * length * length + length * hidden
     stored = records * layers * items * TYPES[storage].itemsize
     in_memory = stored + 3 * batch * layers * items * TYPES[dtype].itemsize
-    with limits.temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
+    limits.check_room(in_memory, stored)
+    with tempfile.TemporaryDirectory(prefix=limits.PREFIX) as folder, torch.random.fork_rng(devices=[]):
         model = random_model(family, hidden, heads, length, layers, dtype)
         adapter = adapter_for(model)[0]
         implementation = str(getattr(adapter.host(model).config, "_attn_implementation", "eager"))
         generator = torch.Generator().manual_seed(limits.SEED)
-        progress("database", 0, 1)
-        path = folder / "database"
+        path = Path(folder) / "database"
         with limits.threads_kept(notes):
             _build_database(path, model, storage, random_inputs(family, generator, records, length, dtype), batch)
-        progress("database", 1, 1)
         inputs = [random_inputs(family, generator, batch, length, dtype) for _ in range(1 + repeats)]
         ceiling = _ceiling_model(model, inputs[0])
         with Database(path) as database, ExitStack() as stack:
@@ -162,14 +153,8 @@ def bench_layer(
             names = [name for name in ("exact", "exact-eager", *served, "ceiling") if name in models]
             jobs = {name: _forward_job(adapter, adapter.host(models[name]), inputs) for name in names}
             with torch.inference_mode():
-                found = interleave(jobs, repeats, after=lambda name, turn: watched[name].note(turn), tell=progress)
-            arena = database.arena(KIND_MAP, length)
-            if arena.notice is not None:
-                notes.append(arena.notice.replace(str(path), "the database"))
-            facts: dict[str, Any] = {"page_bytes": arena.page_bytes, "residency": arena.residency}
-            facts["fetch"] = limits.fetcher_name("auto", arena)
+                found = interleave(jobs, repeats, after=lambda name, turn: watched[name].note(turn))
     stock, floor = found["exact"].ms, found["ceiling"].ms
-    best = min(times.ms for name, times in found.items() if name.startswith("exact"))
     if stock <= floor:
         notes.append("the ceiling saves nothing over the exact model here: memoization cannot pay at this shape")
     rows = []
@@ -177,9 +162,8 @@ def bench_layer(
         row: dict[str, Any] = {
             "variant": name, "family": family, **sizes, "dtype": dtype,
             "attention": ("eager" if name == "exact-eager" else implementation) if name.startswith("exact") else None,
-            "ms": times.ms, "ms_min": min(times.milliseconds), "speedup": stock / times.ms,
-            "speedup_best": best / times.ms, "attention_ms_per_layer": clocks[name].ms if name in clocks else None,
-            **dict.fromkeys(_OF_SERVED),
+            "ms": times.ms, "speedup": stock / times.ms,
+            "attention_ms_per_layer": clocks[name].ms if name in clocks else None, **dict.fromkeys(_OF_SERVED),
         }  # fmt: skip
         if name in served:
             lookups_ms, serves_ms, hit_rates = zip(*served[name].seen, strict=True)
@@ -192,7 +176,7 @@ def bench_layer(
         rows.append(row)
     where |= {
         "dtype": dtype, "storage_dtype": storage, "batch_size": batch, "max_length": length, "records": records,
-        "repeats": repeats, "attention": implementation, **facts,
+        "repeats": repeats, "attention": implementation,
     }  # fmt: skip
     return {"rows": rows, "conditions": where, "notes": notes}
 

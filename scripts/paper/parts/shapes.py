@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attmemo.db.encodings import TYPES
 from attmemo.loading import quiet
-from attmemo.profiler.bench.limits import SEED
+from paper.parts.limits import SEED
 
 VOCABULARY: Final = 1000
 _MELS: Final = 80
