@@ -1,6 +1,6 @@
 /*
- * attention_sheet.h: attention of sequences with few keys, with vectors of float32; see Sheet in attention.h. Included
- * once by each instruction set, after attention_kernel.h.
+ * attention_sheet.h: attention of sequences with few keys, with vectors; see Sheet in attention.h. Included once by each
+ * instruction set, after attention_columns.h.
  *
  * A band of queries has all of its scores at once, a line to a query: softmax needs no running maximum, and no sums
  * shrink. A head's keys are turned once, its values are copied once; what follows takes a time in

@@ -117,11 +117,11 @@ def run(shared: Path) -> dict[str, Any]:
 
 
 def middles(points: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Medians of shares, and of times, of points in tenths of the share that have at least three."""
+    """Medians of shares, and of times, of points in tenths of the share that have at least two."""
     tenths: dict[int, list[Sequence[float]]] = {}
     for point in points:
-        tenths.setdefault(min(9, int(10 * point[0])), []).append(point)
-    kept = [own for _, own in sorted(tenths.items()) if len(own) > 2]
+        tenths.setdefault(int(10 * point[0]), []).append(point)
+    kept = [own for _, own in sorted(tenths.items()) if len(own) > 1]
     return [[statistics.median(point[part] for point in own) for own in kept] for part in (0, 1)]
 
 
@@ -130,15 +130,15 @@ def draw(runs: dict[str, Any]) -> bytes:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.6, 4.0), dpi=130, layout="constrained")
         for axes, title in zip(figure.subplots(1, len(CASES), sharey=True), CASES, strict=True):
-            axes.plot([0, 1], [0, 1], "--", color=GREY, label="time = share")
+            axes.plot([0, 1.2], [0, 1.2], "--", color=GREY, label="time = share")
             for (name, found), color in zip(runs.items(), (ORANGE, BLUE), strict=False):
                 points = [point for own in found["points"][title].values() for point in own]
                 axes.plot(*zip(*points, strict=True), ".", color=color, alpha=0.25)
                 axes.plot(*middles(points), "o-", color=color, label=f"{name} ({found['commit']})")
             axes.set_title(title)
             axes.set_xlabel("share of rows computed")
-            axes.set_xlim(0, 1.05)
-            axes.set_ylim(0, 1.3)
+            axes.set_xlim(0, 1.2)
+            axes.set_ylim(0, 1.6)
         figure.axes[0].set_ylabel("time, exact blocks = 1; lower is better")
         figure.axes[0].legend()
         return png(figure)
