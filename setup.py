@@ -41,6 +41,8 @@ ATTENTION_PARTS = [
     "attention_sets",
     "attention_sheet",
     "attention_sheet_amx",
+    "attention_sheet_distances",
+    "attention_sheet_products",
     "attention_x86",
     "types_avx2",
     "types_avx512",

@@ -85,7 +85,8 @@ typedef struct {
     size_t rows;
     const int32_t *row; /* row[distance], for -reach < distance < reach */
     size_t reach;       /* at most the keys that `scratch` was told of */
-    void *ready; /* what `prepare` made of all this; begins with a line */
+    size_t near;        /* at most the keys of a sheet that was */
+    void *ready, *columns; /* what `prepare` made of all this, and `prepare_sheet`; both begin with a line */
 } Distances;
 
 enum plane { KEY, VALUE };
@@ -139,6 +140,7 @@ typedef struct {
     const float *bias; /* key k, for a query at p, gains bias[k - p]; NULL: nothing */
     size_t bias_step;  /* numbers */
     size_t window;     /* keys gain -infinity that are not nearer than this; 0: all are near */
+    const Distances *distances; /* of each head; NULL: none */
 } Sheet;
 
 /* The arithmetic for one instruction set. */
@@ -165,9 +167,12 @@ typedef struct {
     /* Bytes of what `prepare` makes, and making it: once for each head, before the tasks. */
     size_t (*measure)(const Attention *attention, const Distances *distances);
     void (*prepare)(const Attention *attention, const Distances *distances);
-    /* Sheets; NULL: there are none. They know no Distances, slopes or codes. */
+    /* Sheets; NULL: there are none. They know no slopes or codes. */
     size_t (*sheet_scratch)(const Attention *attention, size_t keys);
     void (*attend_sheet)(const Attention *attention, const Sheet *sheet, void *scratch);
+    /* As `measure` and `prepare`, for sheets; NULL: they know no Distances. */
+    size_t (*measure_sheet)(const Attention *attention, const Distances *distances);
+    void (*prepare_sheet)(const Attention *attention, const Distances *distances);
 } Kernel;
 
 #pragma GCC visibility push(hidden)

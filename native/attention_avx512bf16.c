@@ -11,6 +11,7 @@
 #include "attention_tiled.h"
 
 const Kernel attention_avx512bf16 = {"avx512bf16", TILED_ROWS, true, true, scratch_bytes_tiled, attend_tiled, store, bring,
-                                     bring_heads, measure_tiled, prepare_tiled, sheet_scratch, attend_sheet};
+                                     bring_heads, measure_tiled, prepare_tiled, sheet_scratch, attend_sheet,
+                                     measure_sheet, prepare_sheet};
 
 #endif

@@ -11,4 +11,5 @@
 #include "attention_sheet.h"
 
 const Kernel attention_generic = {"generic", TILE, true, false, scratch_bytes, attend, store, bring, bring_heads,
-                                  measure, prepare, sheet_scratch, attend_sheet};
+                                  measure, prepare, sheet_scratch, attend_sheet, measure_sheet,
+                                  prepare_sheet};

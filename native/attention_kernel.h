@@ -12,8 +12,8 @@
  * same rows. So bytes are what counts; in bfloat16 arithmetic takes as long as reading, in int8 and 4 bits longer.
  *
  * Terms by distance (Distances) are sums of products for each query and key by itself: it takes about twice as long as
- * the products of blocks, but holds for queries at any positions. Many queries have products of tiles instead, where the
- * processor has them (attention_tiled.h).
+ * the products of blocks, but holds for queries at any positions. Sheets have columns instead (attention_sheet_distances.h),
+ * and many queries products of tiles, where the processor has them (attention_tiled.h).
  *
  * ROADS NOT TAKEN.  Sums of int8 products: queries would have to be quantised, which the operator's specification does
  * not allow. Sums of groups, scaled, instead of scaled numbers: done where a row has one scale, else it saves little

@@ -203,4 +203,4 @@ static size_t scratch_bytes(const Attention *attention, size_t queries, size_t k
 }
 
 const Kernel attention_plain = {"plain", TILE, false, false, scratch_bytes, attend, store, bring, bring_heads,
-                                measure, prepare, NULL, NULL};
+                                measure, prepare, NULL, NULL, NULL, NULL};

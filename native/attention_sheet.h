@@ -1,6 +1,6 @@
 /*
- * attention_sheet.h: attention of sequences with few keys, with vectors of float32; see Sheet in attention.h. Included
- * once by each instruction set, after attention_kernel.h.
+ * attention_sheet.h: attention of sequences with few keys, with vectors; see Sheet in attention.h. Included once by each
+ * instruction set, after attention_columns.h.
  *
  * A band of queries has all of its scores at once, a line to a query: softmax needs no running maximum, and no sums
  * shrink. A head's keys are turned once, its values are copied once; what follows takes a time in
@@ -9,29 +9,24 @@
  *
  * Of a window only those keys are multiplied that some query of the band sees. They begin at a multiple of LANES, and
  * all others would add zeros to sums that are otherwise made in the same order: bits do not depend on the band.
+ *
+ * By twos (attention_sheet_products.h) weights are rounded to bfloat16. Values are woven without crossing 128 bits, so
+ * columns of their sums come out in another order: that of four numbers of either vector in turn.
  */
 
-enum { BAND = 48 /* queries at a time */ };
+#include "attention_sheet_products.h"
 
-/* How many rows of so many columns have their sums in registers. */
-INLINE size_t sheet_rows(size_t columns)
-{
-#if LANES == 16
-    return columns == 4 ? 6 : columns == 3 ? 8 : 12;
-#else
-    return columns == 1 ? 8 : ROWS;
-#endif
-}
+enum { BAND = 48 /* queries at a time */ };
 
 /* Parts of a thread's scratch, each a whole number of lines. */
 typedef struct {
     size_t wide, line; /* numbers of a row of a head, and of a line of keys */
-    float *turned;     /* [wide, line]: keys */
-    float *values;     /* [keys, wide] */
+    float *turned;     /* [wide, line]: keys; by twos half as many lines */
+    float *values;     /* [keys, wide]; by twos half as many */
     float *queries;    /* [BAND, wide] */
     float *scores;     /* [BAND, line] */
     float *sums;       /* [BAND, wide] */
-    float *rows;       /* [LANES, wide]: keys of other types than float32, before they are turned */
+    float *rows;       /* [LANES, wide]: keys that cannot be turned where they lie; behind its width a row is zeros */
     float *nothing;    /* [wide]: zeros */
 } Page;
 
@@ -47,7 +42,7 @@ static size_t sheet_page(const Attention *attention, size_t keys, char *scratch,
         at += round_to((items) * sizeof *page->name, LINE);                                                            \
     } while (0)
     PIECE(turned, page->wide * page->line);
-    PIECE(values, keys * page->wide);
+    PIECE(values, (keys + 1) * page->wide);
     PIECE(queries, BAND * page->wide);
     PIECE(scores, BAND * page->line);
     PIECE(sums, BAND * page->wide);
@@ -63,51 +58,90 @@ static size_t sheet_scratch(const Attention *attention, size_t keys)
     return sheet_page(attention, keys, NULL, &page);
 }
 
+/* LANES rows, `further` bytes behind these, to columns of lines of `line` elements; rows that are `nothing` are zeros. */
+static void turn_rows(const Attention *attention, const char *const *rows, size_t further, const Page *page, float *out,
+                      size_t line)
+{
+    const size_t width = attention->stored.width, wide = page->wide;
+    const bool halves = attention->type == BFLOAT16 && width == wide, twos = by_twos(attention);
+    const char *own[LANES];
+    vector columns[LANES];
+    if (!halves && (twos || attention->type != FLOAT32 || width % LANES)) {
+        for (size_t i = 0; i < LANES; i++) {
+            char *row = (char *)(page->rows + i * wide);
+            own[i] = rows[i] == (const char *)page->nothing ? rows[i] : row;
+            if (own[i] == row && twos)
+                memcpy(row, rows[i] + further, width * sizeof(uint16_t));
+            else if (own[i] == row)
+                widen(rows[i] + further, attention->type, width, (float *)row);
+        }
+        rows = own;
+        further = 0;
+    }
+    const size_t elements = halves || twos ? wide / 2 : round_to(width, LANES);
+    for (size_t d = 0; d < elements; d += LANES) {
+        take_columns(rows, further + d * sizeof(float), columns);
+        if (halves && !twos) { /* two numbers to a column */
+#pragma GCC unroll 16
+            for (size_t i = 0; i < LANES; i++) {
+                STORE(out + 2 * (d + i) * line) = (vector)((integers)columns[i] << 16);
+                STORE(out + (2 * (d + i) + 1) * line) = (vector)((integers)columns[i] & ~0xffff);
+            }
+            continue;
+        }
+#pragma GCC unroll 16
+        for (size_t i = 0; i < LANES; i++)
+            STORE(out + (d + i) * line) = columns[i];
+    }
+}
+
 /* The keys of a head to columns. */
 static void sheet_turn(const Attention *attention, const Sheet *sheet, size_t head, const Page *page)
 {
-    const size_t width = attention->stored.width, wide = page->wide, line = page->line;
-    const bool pairs = attention->type == BFLOAT16 && width == wide;
-    const bool direct = attention->type == FLOAT32 && width % LANES == 0;
     for (size_t k = 0; k < sheet->keys; k += LANES) {
         const char *own[LANES];
         size_t further;
         const char *const *rows = take_rows(sheet, KEY, k, head, page->nothing, own, &further);
-        vector columns[LANES];
-        if (pairs) { /* two numbers to a column */
-            for (size_t d = 0; d < wide; d += 2 * LANES) {
-                take_columns(rows, further + d * sizeof(uint16_t), columns);
-#pragma GCC unroll 16
-                for (size_t i = 0; i < LANES; i++) {
-                    float *out = page->turned + (d + 2 * i) * line + k;
-                    STORE(out) = (vector)((integers)columns[i] << 16);
-                    STORE(out + line) = (vector)((integers)columns[i] & ~0xffff);
-                }
-            }
-            continue;
+        turn_rows(attention, rows, further, page, page->turned + k, page->line);
+    }
+}
+
+#if HAS_TWOS
+/* The values of a head, each two rows woven. */
+static void weave_values(const Attention *attention, const Sheet *sheet, size_t head, const Page *page)
+{
+    const size_t width = attention->stored.width, wide = page->wide;
+    float *out = page->values;
+    for (size_t k = 0; k < sheet->keys; k += 2, out += wide) {
+        const char *pair[2];
+        for (size_t i = 0; i < 2; i++) {
+            pair[i] = (const char *)page->nothing;
+            if (k + i == sheet->keys)
+                continue;
+            expect_row(sheet, sheet->rows[VALUE][k + i], head);
+            pair[i] = sheet->rows[VALUE][k + i] + head * sheet->step;
+            if (width != wide)
+                pair[i] = memcpy(page->rows + i * wide, pair[i], width * sizeof(uint16_t));
         }
-        if (!direct) {
-            for (size_t i = 0; i < LANES; i++) {
-                if (rows[i] != (const char *)page->nothing)
-                    widen(rows[i] + further, attention->type, width, page->rows + i * wide);
-                own[i] = rows[i] == (const char *)page->nothing ? rows[i] : (const char *)(page->rows + i * wide);
-            }
-            rows = own;
-            further = 0;
-        }
-        for (size_t d = 0; d < width; d += LANES) {
-            take_columns(rows, further + d * sizeof(float), columns);
-#pragma GCC unroll 16
-            for (size_t i = 0; i < LANES; i++)
-                STORE(page->turned + (d + i) * line + k) = columns[i];
+        for (size_t d = 0; d < wide; d += 2 * LANES) {
+            const __m512i even = _mm512_loadu_si512(pair[0] + 2 * d), odd = _mm512_loadu_si512(pair[1] + 2 * d);
+            STORE(out + d) = (vector)_mm512_unpacklo_epi16(even, odd);
+            STORE(out + d + LANES) = (vector)_mm512_unpackhi_epi16(even, odd);
         }
     }
 }
+#endif
 
 static void sheet_values(const Attention *attention, const Sheet *sheet, size_t head, const Page *page)
 {
     const size_t width = attention->stored.width;
     float *out = page->values;
+#if HAS_TWOS
+    if (by_twos(attention)) {
+        weave_values(attention, sheet, head, page);
+        return;
+    }
+#endif
     for (size_t k = 0; k < sheet->keys; k++, out += page->wide) {
         const char *row = sheet->rows[VALUE][k] + head * sheet->step;
         expect_row(sheet, sheet->rows[VALUE][k], head);
@@ -116,90 +150,6 @@ static void sheet_values(const Attention *attention, const Sheet *sheet, size_t 
                 STORE(out + d) = LOAD((const float *)row + d);
         else
             widen(row, attention->type, width, out);
-    }
-}
-
-/* out = a b for rows x columns vectors kept in registers; inlined with constants, so that the loops vanish. */
-INLINE void sheet_block(const float *a, size_t a_line, const float *b, size_t b_line, size_t count, size_t rows,
-                        size_t columns, float *out, size_t line)
-{
-    vector sum[12][4];
-#pragma GCC unroll 12
-    for (size_t r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (size_t c = 0; c < columns; c++)
-            sum[r][c] = SPLAT(0);
-    for (size_t k = 0; k < count; k++) {
-        vector value[4];
-#pragma GCC unroll 4
-        for (size_t c = 0; c < columns; c++)
-            value[c] = LOAD(b + k * b_line + c * LANES);
-#pragma GCC unroll 12
-        for (size_t r = 0; r < rows; r++) {
-            const float p = a[r * a_line + k];
-#pragma GCC unroll 4
-            for (size_t c = 0; c < columns; c++)
-                sum[r][c] += p * value[c];
-        }
-    }
-#pragma GCC unroll 12
-    for (size_t r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (size_t c = 0; c < columns; c++)
-            STORE(out + r * line + c * LANES) = sum[r][c];
-}
-
-INLINE void sheet_strip(const float *a, size_t a_line, size_t rows, const float *b, size_t b_line, size_t count,
-                        size_t columns, float *out, size_t line)
-{
-    const size_t pieces = (rows + sheet_rows(columns) - 1) / sheet_rows(columns);
-    for (size_t piece = 0; piece < pieces; piece++) {
-        const size_t first = rows * piece / pieces, height = rows * (piece + 1) / pieces - first;
-        const float *left = a + first * a_line;
-        float *to = out + first * line;
-        switch (height) {
-#define CASE(n)                                                                                                        \
-    case n:                                                                                                            \
-        if (n <= sheet_rows(columns))                                                                                  \
-            sheet_block(left, a_line, b, b_line, count, n, columns, to, line);                                         \
-        break;
-            CASE(1)
-            CASE(2)
-            CASE(3)
-            CASE(4)
-            CASE(5)
-            CASE(6)
-            CASE(7)
-            CASE(8)
-            CASE(9)
-            CASE(10)
-            CASE(11)
-            CASE(12)
-#undef CASE
-        }
-    }
-}
-
-/* out [rows, line] = a [rows, count] b [count, wide]. */
-static void sheet_multiply(const float *a, size_t a_line, size_t rows, const float *b, size_t b_line, size_t count,
-                           size_t wide, float *out, size_t line)
-{
-    size_t left = wide / LANES;
-    while (left > 0) {
-        const size_t pieces = (left + COLUMNS - 1) / COLUMNS, columns = (left + pieces - 1) / pieces;
-        if (columns == 1)
-            sheet_strip(a, a_line, rows, b, b_line, count, 1, out, line);
-        else if (columns == 2)
-            sheet_strip(a, a_line, rows, b, b_line, count, 2, out, line);
-#if COLUMNS > 2
-        else if (columns == 3)
-            sheet_strip(a, a_line, rows, b, b_line, count, 3, out, line);
-        else
-            sheet_strip(a, a_line, rows, b, b_line, count, 4, out, line);
-#endif
-        left -= columns;
-        b += columns * LANES;
-        out += columns * LANES;
     }
 }
 
@@ -232,6 +182,17 @@ INLINE vector power_of_two(vector y)
     return pick(gone, SPLAT(0), p * (vector)power);
 #endif
 }
+
+#if LANES == 16
+/* The same to 9e-5: a twentieth of what bfloat16 rounds. */
+INLINE __m512 power_in_short(__m512 y)
+{
+    const __m512 f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF);
+    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0x1.3baaaep-4f), f, _mm512_set1_ps(0x1.d23786p-3f));
+    p = _mm512_fmadd_ps(_mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.63e65ap-1f)), f, _mm512_set1_ps(1));
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y, _mm512_set1_ps(-126), _CMP_NLT_UQ), p, y);
+}
+#endif
 
 /* Which keys a band sees, and what its scores become weights by. */
 typedef struct {
@@ -313,8 +274,45 @@ INLINE float sheet_bases(const Band *band, size_t at, size_t rows, float *scores
     return factor;
 }
 
+#include "attention_sheet_distances.h"
+
+#if HAS_TWOS
+/* One line of scores to weights in bfloat16, where it begins; returns their sums. Two vectors are written at once. */
+INLINE vector soften_by_twos(float *score, size_t count, float factor, float base)
+{
+    const __m512 by = _mm512_set1_ps(factor), least = _mm512_set1_ps(base);
+    __m512 sum = _mm512_setzero_ps(), other = sum;
+    for (size_t k = 0; k < count; k += 2 * LANES) {
+        const __m512 low = power_in_short(_mm512_fmsub_ps(_mm512_loadu_ps(score + k), by, least));
+        __m512 high = _mm512_setzero_ps();
+        if (k + LANES < count)
+            high = power_in_short(_mm512_fmsub_ps(_mm512_loadu_ps(score + k + LANES), by, least));
+        sum = _mm512_add_ps(sum, low);
+        other = _mm512_add_ps(other, high);
+        _mm512_storeu_si512((uint16_t *)score + k, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+    return (vector)_mm512_add_ps(sum, other);
+}
+
+/* Sums of values that were woven to an output. */
+INLINE void sheet_finish_twos(const float *sums, float share, size_t width, char *out)
+{
+    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+    const __m512 by = _mm512_set1_ps(share);
+    for (size_t d = 0; d < width; d += 2 * LANES) {
+        const __m512 low = _mm512_mul_ps(_mm512_loadu_ps(sums + d), by);
+        const __m512 high = _mm512_mul_ps(_mm512_loadu_ps(sums + d + LANES), by);
+        const __m512i all = _mm512_permutexvar_epi64(order, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        if (width - d < 2 * LANES)
+            _mm512_mask_storeu_epi16(out + 2 * d, (__mmask32)((1u << (width - d)) - 1), all);
+        else
+            _mm512_storeu_si512(out + 2 * d, all);
+    }
+}
+#endif
+
 /* Products to weights, and what each query's sums are to be multiplied with. */
-static void sheet_soften(const Band *band, size_t rows, float *scores, size_t line, float *shares)
+static void sheet_soften(const Band *band, bool twos, size_t rows, float *scores, size_t line, float *shares)
 {
     const size_t count = band->last - band->first;
     for (size_t at = 0; at < rows; at += LANES, scores += LANES * line) {
@@ -326,6 +324,13 @@ static void sheet_soften(const Band *band, size_t rows, float *scores, size_t li
             sums[r] = SPLAT(0);
         for (size_t r = 0; r < some; r++) {
             float *score = scores + r * line;
+#if HAS_TWOS
+            if (twos) {
+                sums[r] = soften_by_twos(score, count, factor, base[r]);
+                continue;
+            }
+#endif
+            (void)twos;
             const vector least = SPLAT(base[r]);
             vector sum = SPLAT(0);
             for (size_t k = 0; k < count; k += LANES) {
@@ -340,15 +345,55 @@ static void sheet_soften(const Band *band, size_t rows, float *scores, size_t li
     }
 }
 
+/* Sums of a query to its output. */
+INLINE void sheet_finish(const Attention *attention, float *sums, float share, char *out)
+{
+    const size_t width = attention->stored.width;
+#if HAS_TWOS
+    if (attention->type == BFLOAT16) {
+        sheet_finish_twos(sums, share, width, out);
+        return;
+    }
+#endif
+    const bool direct = attention->type == FLOAT32 && width % LANES == 0;
+    float *to = direct ? (float *)out : sums;
+    for (size_t d = 0; d < width; d += LANES)
+        STORE(to + d) = LOAD(sums + d) * share;
+    if (!direct)
+        narrow(sums, width, attention->type, out);
+}
+
+/* Queries of a band as elements, from where they lie; `line`: bytes from one to the next. */
+INLINE const char *sheet_queries(const Attention *attention, const Page *page, const char *query, ptrdiff_t *line,
+                                 size_t rows)
+{
+    const size_t width = attention->stored.width, wide = page->wide;
+    const bool twos = by_twos(attention);
+    if (attention->type == FLOAT32 || (twos && width % 2 == 0))
+        return query;
+    for (size_t r = 0; r < rows; r++, query += *line) {
+        float *own = page->queries + r * wide;
+        if (twos) {
+            memcpy(own, query, width * sizeof(uint16_t));
+            ((uint16_t *)own)[width] = 0;
+        } else {
+            widen(query, attention->type, width, own);
+        }
+    }
+    *line = (ptrdiff_t)(wide * sizeof(float));
+    return (const char *)page->queries;
+}
+
 static void attend_sheet(const Attention *attention, const Sheet *sheet, void *scratch)
 {
     const size_t width = attention->stored.width;
+    const bool twos = by_twos(attention);
     Page page;
     sheet_page(attention, sheet->keys, scratch, &page);
     memset(page.nothing, 0, page.wide * sizeof(float));
     if (width != page.wide) {
         memset(page.rows, 0, LANES * page.wide * sizeof(float));
-        memset(page.values, 0, sheet->keys * page.wide * sizeof(float));
+        memset(page.values, 0, (sheet->keys + 1) * page.wide * sizeof(float));
     }
     for (size_t head = 0; head < sheet->heads; head++) {
         const size_t further = head * sheet->step;
@@ -357,34 +402,24 @@ static void attend_sheet(const Attention *attention, const Sheet *sheet, void *s
         for (size_t first = 0; first < sheet->queries; first += BAND) {
             const size_t rows = sheet->queries - first < BAND ? sheet->queries - first : BAND;
             const Band band = sheet_band(attention, sheet, head, first, rows, LANES);
-            const size_t count = band.last - band.first;
-            const char *query = sheet->query + (ptrdiff_t)first * sheet->query_line + further;
+            const size_t count = band.last - band.first, elements = twos ? (width + 1) / 2 : width;
+            const float *values = page.values + (twos ? band.first / 2 : band.first) * page.wide;
             char *output = sheet->output + (ptrdiff_t)first * sheet->output_line + further;
-            const float *left = (const float *)query;
-            size_t left_line = (size_t)(sheet->query_line / (ptrdiff_t)sizeof(float));
+            ptrdiff_t line = sheet->query_line;
             float shares[BAND + LANES];
             expect_queries(sheet, head, first, rows);
-            if (attention->type != FLOAT32) {
-                for (size_t r = 0; r < rows; r++)
-                    widen(query + (ptrdiff_t)r * sheet->query_line, attention->type, width, page.queries + r * page.wide);
-                left = page.queries;
-                left_line = page.wide;
-            }
-            sheet_multiply(left, left_line, rows, page.turned + band.first, page.line, width, round_to(count, LANES),
+            const char *left = sheet_queries(attention, &page, sheet->query + (ptrdiff_t)first * line + further, &line, rows);
+            sheet_multiply(twos, left, line, rows, page.turned + band.first, page.line, elements, round_to(count, LANES),
                            page.scores, page.line);
-            sheet_soften(&band, rows, page.scores, page.line, shares);
-            sheet_multiply(page.scores, page.line, rows, page.values + band.first * page.wide, page.wide, count,
-                           round_to(width, LANES), page.sums, page.wide);
-            for (size_t r = 0; r < rows; r++) {
-                float *sums = page.sums + r * page.wide;
-                char *out = output + (ptrdiff_t)r * sheet->output_line;
-                const bool direct = attention->type == FLOAT32 && width % LANES == 0;
-                float *to = direct ? (float *)out : sums;
-                for (size_t d = 0; d < width; d += LANES)
-                    STORE(to + d) = LOAD(sums + d) * shares[r];
-                if (!direct)
-                    narrow(sums, width, attention->type, out);
-            }
+            if (sheet->distances)
+                sheet_relate(attention, sheet, head, &band, &page, left, line, first, rows);
+            sheet_soften(&band, twos, rows, page.scores, page.line, shares);
+            sheet_multiply(twos, (const char *)page.scores, (ptrdiff_t)(page.line * sizeof(float)), rows, values,
+                           page.wide, twos ? (count + 1) / 2 : count, round_to(width, twos ? 2 * LANES : LANES), page.sums,
+                           page.wide);
+            for (size_t r = 0; r < rows; r++)
+                sheet_finish(attention, page.sums + r * page.wide, shares[r],
+                             output + (ptrdiff_t)r * sheet->output_line);
         }
     }
 }

@@ -193,15 +193,6 @@ TILED INLINE void sheet_add(const uint16_t *weights, size_t line, const uint16_t
     }
 }
 
-/* 2^y for y <= 0, to 9e-5: a twentieth of what bfloat16 rounds; 0 below 2^-126; NaN stays NaN. */
-TILED INLINE __m512 sheet_power(__m512 y)
-{
-    const __m512 f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF);
-    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0x1.3baaaep-4f), f, _mm512_set1_ps(0x1.d23786p-3f));
-    p = _mm512_fmadd_ps(_mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.63e65ap-1f)), f, _mm512_set1_ps(1));
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y, _mm512_set1_ps(-126), _CMP_NLT_UQ), p, y);
-}
-
 /* Scores of a strip to weights in bfloat16, whose lines end with a whole chunk, and shares as in sheet_soften. */
 TILED INLINE void sheet_weigh(const Band *band, size_t rows, const Tiles *tiles, float *shares)
 {
@@ -218,14 +209,14 @@ TILED INLINE void sheet_weigh(const Band *band, size_t rows, const Tiles *tiles,
         __m512 sum = _mm512_setzero_ps(), other = sum;
         size_t k = 0;
         for (; k + SIDE < count; k += DEEP) {
-            const __m512 low = sheet_power(_mm512_fmsub_ps(_mm512_loadu_ps(score + k), factor, least));
-            const __m512 high = sheet_power(_mm512_fmsub_ps(_mm512_loadu_ps(score + k + SIDE), factor, least));
+            const __m512 low = power_in_short(_mm512_fmsub_ps(_mm512_loadu_ps(score + k), factor, least));
+            const __m512 high = power_in_short(_mm512_fmsub_ps(_mm512_loadu_ps(score + k + SIDE), factor, least));
             sum = _mm512_add_ps(sum, low);
             other = _mm512_add_ps(other, high);
             _mm512_storeu_si512(out + k, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
         if (k < count) {
-            const __m512 low = sheet_power(_mm512_fmsub_ps(_mm512_loadu_ps(score + k), factor, least));
+            const __m512 low = power_in_short(_mm512_fmsub_ps(_mm512_loadu_ps(score + k), factor, least));
             sum = _mm512_add_ps(sum, low);
             _mm512_storeu_si512(out + k, (__m512i)_mm512_cvtne2ps_pbh(_mm512_setzero_ps(), low));
         }
@@ -236,7 +227,7 @@ TILED INLINE void sheet_weigh(const Band *band, size_t rows, const Tiles *tiles,
 }
 
 /* Sums of a strip to outputs, their columns put in order. */
-TILED INLINE void sheet_finish(size_t rows, const float *sums, size_t deep, const float *shares, size_t width,
+TILED INLINE void sheet_put(size_t rows, const float *sums, size_t deep, const float *shares, size_t width,
                                char *output, ptrdiff_t line)
 {
     const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
@@ -293,7 +284,7 @@ TILED static void sheet_attend(const Attention *attention, const Sheet *sheet, v
             sheet_weigh(&band, rows, tiles, shares);
             sheet_add(tiles->weights, tiles->weight_line, tiles->values + band.first * deep,
                       (band.last - band.first + DEEP - 1) / DEEP, deep, tiles->sums);
-            sheet_finish(rows, tiles->sums, deep, shares, attention->stored.width,
+            sheet_put(rows, tiles->sums, deep, shares, attention->stored.width,
                          sheet->output + (ptrdiff_t)first * sheet->output_line + head * sheet->step,
                          sheet->output_line);
         }

@@ -12,9 +12,9 @@
  * THE SHAPE OF THE WORK.  A task is one head of one sequence, up to a tile of its queries. Rows of a record that are
  * numbers of the queries' type, and did not move, are read where they lie. Others (codes, other types, keys to be turned)
  * become numbers in a ring of HELD blocks for each thread, which stays in second-level cache: no record is unpacked.
- * Where a sequence has few keys and nothing by distance but a table, no heads share their keys and no mask is causal, a
- * task is a Sheet: some of its heads, and all of its queries. Its keys are located once, and rows that must become numbers
- * do so for all of these heads at once.
+ * Where a sequence has few keys, no heads share their keys and no mask is causal, a task is a Sheet: some of its heads,
+ * and all of its queries. Its keys are located once, and rows that must become numbers do so for all of these heads at
+ * once. With terms by distance it is one where few of its rows are fresh, or where there are no products of tiles.
  *
  * WHAT IT PROMISES
  *   - No row outside those that the layout names is read. A causal sequence may read fresh rows of others: what begins
@@ -217,11 +217,14 @@ static size_t position_of(const Job *job, size_t sequence, size_t i)
     return job->positions ? (size_t)job->positions[(size_t)job->asked[sequence] + i] : i;
 }
 
-/* A sheet has as many heads of keys as of queries, and each query sees all keys, or those that are near. */
+/* A sheet has as many heads of keys as of queries, and each query sees all keys, or those that are near. With terms by
+ * distance products of tiles are as fast or faster where all rows are fresh. */
 static bool is_sheet(const Job *job, size_t sequence)
 {
-    return job->kernel->attend_sheet && !job->attention.distant && job->shares == 1 && !job->causal &&
-           keys_of(job, sequence) <= SHEET;
+    const bool tiles = job->kernel->most > TILE && fresh_of(job, sequence) == keys_of(job, sequence);
+    if (job->attention.distant && (tiles || !job->kernel->prepare_sheet))
+        return false;
+    return job->kernel->attend_sheet && job->shares == 1 && !job->causal && keys_of(job, sequence) <= SHEET;
 }
 
 /* Whether rows of records must become numbers, so that a sheet has to hold them. */
@@ -255,11 +258,8 @@ static size_t tasks_of(const Job *job, size_t sequence)
 static void plan(Job *job, size_t threads)
 {
     size_t longest = 0;
-    for (size_t b = 0; b < job->batch; b++) {
+    for (size_t b = 0; b < job->batch; b++)
         longest = queries_of(job, b) > longest ? queries_of(job, b) : longest;
-        if (is_sheet(job, b) && keys_of(job, b) > job->sheet_keys)
-            job->sheet_keys = keys_of(job, b);
-    }
     job->share = job->heads;
     job->part = round_to(longest, LEAST);
     const size_t made = 2 * job->sheet_keys * job->attention.stored.width * item_bytes[job->attention.type];
@@ -339,7 +339,8 @@ static void attend_sheet(const Job *job, size_t sequence, size_t number, char *s
                          .position = begin,
                          .bias = job->table ? job->table + head * job->table_line + job->table_span - 1 : NULL,
                          .bias_step = job->table_line,
-                         .window = job->window};
+                         .window = job->window,
+                         .distances = job->distances ? job->distances + head : NULL};
     job->kernel->attend_sheet(&job->attention, &sheet, scratch);
 }
 
@@ -422,8 +423,32 @@ static void prepare_work(void *pointer)
 {
     Job *job = pointer;
     size_t head;
-    while ((head = atomic_fetch_add(&job->next, 1)) < job->heads)
-        job->kernel->prepare(&job->attention, &job->distances[head]);
+    while ((head = atomic_fetch_add(&job->next, 1)) < job->heads) {
+        if (job->distances[head].ready)
+            job->kernel->prepare(&job->attention, &job->distances[head]);
+        if (job->distances[head].columns)
+            job->kernel->prepare_sheet(&job->attention, &job->distances[head]);
+    }
+}
+
+/* Makes what sheets and other tasks want to know of distances. False: there is no memory. */
+static bool prepare_all(Job *job, size_t threads, bool others, void **ready)
+{
+    Distances *distances = job->distances;
+    const bool sheets = job->sheet_keys > 0;
+    for (size_t head = 0; head < job->heads; head++)
+        distances[head].near = job->sheet_keys;
+    const size_t own = others ? round_to(job->kernel->measure(&job->attention, distances), LINE) : 0;
+    const size_t bytes = own + (sheets ? round_to(job->kernel->measure_sheet(&job->attention, distances), LINE) : 0);
+    if (posix_memalign(ready, LINE, job->heads * bytes + LINE) != 0)
+        return false;
+    for (size_t head = 0; head < job->heads; head++) {
+        distances[head].ready = others ? (char *)*ready + head * bytes : NULL;
+        distances[head].columns = sheets ? (char *)*ready + head * bytes + own : NULL;
+    }
+    share(prepare_work, job, job->heads * bytes / sizeof(float) < CALM ? 1 : threads);
+    atomic_store(&job->next, 0);
+    return true;
 }
 
 static void attend_work(void *pointer)
@@ -438,18 +463,17 @@ static void attend_work(void *pointer)
 static bool run(Job *job, size_t threads)
 {
     void *ready = NULL, *scratch = NULL;
-    bool done = (job->tasks = malloc((job->batch + 1) * sizeof *job->tasks)) != NULL;
+    bool done = (job->tasks = malloc((job->batch + 1) * sizeof *job->tasks)) != NULL, others = false;
+    for (size_t b = 0; b < job->batch; b++) {
+        if (queries_of(job, b) > 0 && !is_sheet(job, b))
+            others = true;
+        else if (queries_of(job, b) > 0 && keys_of(job, b) > job->sheet_keys)
+            job->sheet_keys = keys_of(job, b);
+    }
     if (done && job->window > 0)
         done = make_window(job);
-    if (done && job->distances) {
-        const size_t bytes = round_to(job->kernel->measure(&job->attention, job->distances), LINE);
-        done = posix_memalign(&ready, LINE, job->heads * bytes + LINE) == 0;
-        for (size_t head = 0; head < job->heads; head++)
-            job->distances[head].ready = (char *)ready + head * bytes;
-        if (done)
-            share(prepare_work, job, job->heads * bytes / sizeof(float) < CALM ? 1 : threads);
-        atomic_store(&job->next, 0);
-    }
+    if (done && job->distances)
+        done = prepare_all(job, threads, others, &ready);
     if (done) {
         plan(job, threads);
         measure_scratch(job);
