@@ -204,7 +204,7 @@ class Opened:
     def __enter__(self) -> Forward:
         self.outer = outer = self.running.get()
         inherited = {} if outer is None else {name: getattr(outer, name) for name in INHERITED}
-        self.own = Forward(self.counters, **inherited | self.asked)
+        self.own = Forward(self.counters, **{**inherited, **self.asked})
         self.running.set(self.own)
         return self.own
 

@@ -174,8 +174,9 @@ class LinearChoice:
             if self.state is not State.SERVING:  # too many answers changed, or they cannot be compared
                 args, kwargs = shallow(inputs)
                 return forward(*args, **kwargs)
-            args, kwargs = take(inputs, places := torch.from_numpy(low), batch)
-            return put(output, forward(*args, **kwargs), places, batch)
+            chosen = torch.from_numpy(low)
+            args, kwargs = take(inputs, chosen, batch)
+            return put(output, forward(*args, **kwargs), chosen, batch)
 
     def _proving(
         self, forward: Model, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]

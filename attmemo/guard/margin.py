@@ -39,7 +39,7 @@ class Scale:
     first : int
         The step before anything is known.
     sure : float
-        Least margin where a word stands in a free slot.
+        Least margin where words were never exchanged.
     seen : int
         Answers between two steps that must be seen before the margin is lowered to the lower step.
     """
@@ -89,7 +89,7 @@ class Margin:
         self.least = float(self._steps[self._top])
 
     def least_for(self, freely: bool) -> float:
-        """The least margin; `freely`: a word stands in a free slot."""
+        """The least margin; `freely`: a word was never exchanged for the record's."""
         return max(self.least, self._sure) if freely else self.least
 
     def request(self, below: float, above: float) -> None:
