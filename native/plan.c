@@ -70,8 +70,10 @@ static int evidence_of(const Table *table, const Gaps *gaps, Py_ssize_t first, c
             continue;
         Known value = look_up(table, gaps->value[g]), former = look_up(table, gaps->former[g]);
         bool word = gaps->word[g];
-        if (value.mark == VALUE_MARK && former.mark == VALUE_MARK && (!word || value.data == former.data))
+        if (value.mark == VALUE_MARK && former.mark == VALUE_MARK && (!word || value.data == former.data)) {
+            found = word ? FREELY : found;
             continue;
+        }
         if (value.mark == HARMFUL_MARK || former.mark == HARMFUL_MARK)
             return UNKNOWN;
         uint64_t needed = (uint64_t)(word ? demand->words : demand->numbers);

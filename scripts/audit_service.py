@@ -4,9 +4,9 @@
 
 N texts are drawn by chance from the lines of FILE; without one, lines are invented, which say little of your traffic.
 Each is asked as clients do, and at once again with the header `x-attmemo-reuse: off`. A class has changed if it is
-another class, a vector if its cosine is below 0.98, a score if it moved by more than 0.05. Printed: the share of
-answers that changed, and an upper bound of it at 95 % (Clopper and Pearson). Exit code 1: the share that was seen is
-above the budget by more than chance. It needs Python alone, not attmemo.
+another class, a vector if its cosine is below 0.98, a score if it moved by more than 0.05, a list of spans if one is
+another one. Printed: the share of answers that changed, and an upper bound of it at 95 % (Clopper and Pearson).
+Exit code 1: the share that was seen is above the budget by more than chance. It needs Python alone, not attmemo.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ def invented(count: int, seed: int) -> list[str]:
 
 
 def answer(url: str, task: str, text: str, query: str, **how: Any) -> Any:
-    """What a service gives for a text: a vector, a class, or a score."""
+    """What a service gives for a text: a vector, a class, a score, or spans."""
     if task == "embedding":
         return ask(url, "/embed", {"inputs": text}, **how)[0]
     if task == "reranker":
         return ask(url, "/rerank", {"query": query, "texts": [text]}, **how)[0]["score"]
+    if task == "tagger":
+        found = ask(url, "/spans", {"inputs": text}, **how)
+        return [[span["entity_group"], span["start"], span["end"]] for span in found]
     return max(ask(url, "/predict", {"inputs": text}, **how), key=lambda one: one["score"])["label"]
 
 

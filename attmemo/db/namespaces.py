@@ -7,6 +7,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from attmemo.db.folder import NAMED, NAMESPACES, SEGMENTS
 from attmemo.db.pools.filling import is_filling
@@ -18,11 +19,17 @@ def folder_of(place: Path, name: str) -> Path:
 
 
 def write_name(folder: Path, name: str) -> None:
-    """Note in its folder whose it is. What cannot be written costs the name in lists."""
+    """Note in its folder whose it is, in a file that is whole at all times. Unwritten, it is missing in lists."""
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(folder / NAMED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
-            json.dump({"name": name}, stream)
+        with NamedTemporaryFile("w", dir=folder, prefix=NAMED, delete=False) as stream:  # for its owner alone
+            try:
+                json.dump({"name": name}, stream)
+                stream.close()
+                os.replace(stream.name, folder / NAMED)
+            except OSError:
+                os.unlink(stream.name)  # on a full disk it would be the first thing in the way
+                raise
 
 
 def named_in(place: Path) -> dict[str, Path]:

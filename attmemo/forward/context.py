@@ -1,16 +1,18 @@
 """The context of a forward: what was asked of it, what was decided, and what its blocks did.
 
-A thread has one context at a time, that of its innermost forward. It is the only thing that travels from hook to hook
-beside arguments and return values. A replay of a part of a forward opens another context within.
+A thread, and a task of asyncio, has one context at a time, that of its innermost forward. It is the only thing that
+travels from hook to hook beside arguments and return values. A replay of a part of a forward opens another context
+within.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Final
 
 import numpy as np
@@ -56,7 +58,9 @@ class Outcome:
 
 
 NOTHING = Outcome()
-AWAITED: Final = "let nothing await inside of model.attmemo.namespace(): what runs meanwhile would be in it"
+IN_TURNS: Final = "leave namespaces in the order in which they were entered, the last one first, in the same task"
+INHERITED: Final = ("observed", "whole", "forced", "packed", "space")
+"""What a forward has of the one that it runs within."""
 
 
 @dataclass(slots=True)
@@ -123,6 +127,7 @@ class Forward:
     firsts: int = 0
     outcome: Outcome = NOTHING
     opened_by_model: bool = False  # and closed by it: no hook stands around the model
+    thread: int = field(default_factory=get_ident)
 
     @property
     def is_plain(self) -> bool:
@@ -146,29 +151,65 @@ class Forward:
 
 
 class Current(threading.local):
-    """Innermost forward of each thread; None: the thread runs none.
+    """Innermost forward of each thread and task; None: none runs.
+
+    Parameters
+    ----------
+    running : ContextVar
 
     Attributes
     ----------
+    running : ContextVar
+        The innermost forward, or that of the thread by which this one was given its context.
     found : Found or None
         What the lookup of the thread's last forward found.
     """
 
-    forward: Forward | None = None
     found: Found | None = None
 
-    @contextmanager
-    def open(self, counters: Counters, **asked: Any) -> Iterator[Forward]:
-        """Open the context of a forward within the one that runs; other arguments are fields of `Forward`."""
-        outer = self.forward
-        if outer is not None:
-            inherited = {name: getattr(outer, name) for name in ("observed", "whole", "forced", "packed", "space")}
-            asked = inherited | asked
-        self.forward = opened = Forward(counters, **asked)
-        try:
-            yield opened
-        finally:
-            mixed, self.forward = self.forward is not opened, outer
-            if mixed and opened.space is not None:  # another coroutine runs inside of it: it would keep the namespace
-                self.forward = None
-                raise AttmemoError("a namespace was left while another one of the same thread was open.", AWAITED)
+    def __init__(self, running: ContextVar[Forward | None]) -> None:
+        self.running = running
+
+    @property
+    def forward(self) -> Forward | None:
+        """The innermost forward."""
+        running = self.running.get()
+        if running is not None and running.thread != get_ident():  # `asyncio.to_thread` hands its context on
+            running = Forward(running.counters, **{name: getattr(running, name) for name in INHERITED})
+            self.running.set(running)
+        return running
+
+
+@dataclass(eq=False, slots=True)
+class Opened:
+    """While inside, the context of a forward within the one that runs is the innermost one.
+
+    A class, and no generator: one that is never left is dropped without a word, whichever task runs then.
+
+    Attributes
+    ----------
+    running : ContextVar
+        As that of `Current`.
+    counters : Counters
+    asked : mapping
+        Other fields of `Forward`.
+    """
+
+    running: ContextVar[Forward | None]
+    counters: Counters
+    asked: Mapping[str, Any]
+    own: Forward | None = None
+    outer: Forward | None = None
+
+    def __enter__(self) -> Forward:
+        self.outer = outer = self.running.get()
+        inherited = {} if outer is None else {name: getattr(outer, name) for name in INHERITED}
+        self.own = Forward(self.counters, **{**inherited, **self.asked})
+        self.running.set(self.own)
+        return self.own
+
+    def __exit__(self, *_: object) -> None:
+        mixed = self.running.get() is not self.own and self.own is not None and self.own.space is not None
+        self.running.set(None if mixed else self.outer)
+        if mixed:  # what runs now would keep the namespace
+            raise AttmemoError("a namespace was left while another one of the same task was open.", IN_TURNS)

@@ -31,6 +31,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
@@ -42,7 +43,7 @@ from torch import Tensor, nn
 from attmemo.db import Database
 from attmemo.embed.lookup import Found
 from attmemo.errors import AttmemoError
-from attmemo.forward.context import Current, Forward, Given
+from attmemo.forward.context import Current, Forward, Given, Opened
 from attmemo.forward.plan import Plan
 from attmemo.forward.planning import Planner
 from attmemo.forward.reuse import Exact, Reuse
@@ -87,7 +88,7 @@ class Engine:
         self.adapter, self.layers, self.database, self.reuse = adapter, layers, database, reuse
         self.planner = planner
         self.watch, self._told = watch, False
-        self.current = Current()
+        self.current = Current(ContextVar("attmemo_forward", default=None))
         self.space: Any = None  # the handle of the namespace that it serves; None: the model's own engine
         self._inside: Counter[int] = Counter()  # forwards that run, by thread
         self._counting = threading.Condition()
@@ -101,7 +102,7 @@ class Engine:
 
         `sites` holds the one layer that the module is, or all layers that share the module.
         """
-        forward = self.current.forward
+        forward = self.current.running.get()
         if forward is None:  # a layer is called by hand
             forward = Forward(self.counters)
         elif (own := self.of(forward)) is not self:
@@ -167,7 +168,7 @@ class Engine:
 
     def follow(self, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a block whose work the first block of this forward has done, or else `exact`."""
-        forward = self.current.forward
+        forward = self.current.running.get()
         plan = None if forward is None else forward.plan
         if plan is None or not plan.layers:
             return exact(*args, **kwargs)
@@ -268,22 +269,25 @@ class Engine:
 
     def _begin(self, given: Given) -> Forward:
         with self._counting:
-            self._inside[threading.get_ident()] += 1
-        forward = self.current.forward
+            self._inside[me := threading.get_ident()] += 1
+        forward = self.current.running.get()
+        if forward is not None and forward.thread != me:
+            forward = self.current.forward
         if forward is None:
-            forward = self.current.forward = Forward(self.counters, opened_by_model=True)
+            forward = Forward(self.counters, opened_by_model=True)
+            self.current.running.set(forward)
         forward.forget()
         forward.counters, forward.given = self.of(forward).counters, given
         return forward
 
     def end_forward(self) -> None:
         """After a forward of the model, or after an error in it."""
-        forward = self.current.forward
+        forward = self.current.running.get()
         if forward is not None:
             self.current.found = None if forward.plan is None else forward.plan.found  # the plan itself holds masks
             forward.forget()
             if forward.opened_by_model:
-                self.current.forward = None
+                self.current.running.set(None)
         with self._counting:
             me = threading.get_ident()
             self._inside[me] -= 1
@@ -335,7 +339,7 @@ class Engine:
         """Open the context of this thread's forwards; the arguments are fields of `Forward`."""
         if self.space is not None:
             asked["space"] = self.space
-        return self.current.open(self.counters, **asked)
+        return Opened(self.current.running, self.counters, asked)
 
     # -- namespaces
 

@@ -56,7 +56,9 @@ class Memoization(ABC):
     # -- namespaces
 
     def namespace(self, name: str) -> AbstractContextManager[Any]:
-        """While inside, forwards of this thread read and leave records of this namespace alone; its guard is its own.
+        """While inside, forwards of this task, or of this thread, read and leave records of this namespace alone.
+
+        Its guard is its own. Several tasks of one event loop may each be in a namespace, and await inside.
 
         Parameters
         ----------

@@ -30,7 +30,7 @@ BETWEEN_ALARMS: Final = 400.0
 """Verified samples between two false alarms, on average, if the rate is just the budget."""
 
 
-def stake(t: float, changed: int, same: int) -> float:
+def stake(t: float, changed: float, same: float) -> float:
     """The stake of a bet against "the rate is t or more" after so many samples; it began as 1."""
     p = t * _PARTS
     logs = changed * np.log(_PARTS) + same * (np.log1p(-p) - np.log1p(-t))
@@ -113,6 +113,10 @@ class Certificate:
             self._highest = highest_rate(c.changed, c.same, self.confidence)
             c.lowest = min(c.lowest, self._highest)
         return self._highest
+
+    def rules_out(self, changed: float, samples: float) -> bool:
+        """Return whether so many changed answers among samples rule out that more than the budget change."""
+        return stake(self.budget, changed, samples - changed) >= 1.0 / (1.0 - self.confidence)
 
     def affords(self, more: int = 1) -> bool:
         """Return whether so many answers more may be served: their own requests earn, too."""

@@ -90,7 +90,7 @@ class Guarded:
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("labels") is not None:  # a loss is one number for a batch: no part of it can be computed again
             return forward(*args, **kwargs)
-        running = self._engine.current.forward
+        running = self._engine.current.running.get()
         if running is not None and running.repeats:  # a part of a request that was counted
             return forward(*args, **kwargs)
         self.deferred.began()

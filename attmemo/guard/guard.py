@@ -3,7 +3,7 @@
     a request with a record
       nothing changed ───────────────────────────────► repeated: its answer is the record's
       a change that is not known ────────────────────► exact, and verified: the change may be learned
-      all changes known (words in free slots: only with a great margin)
+      all changes known (words that were never exchanged: only with a great margin)
         the record's own answer is below the margin ─► exact; a small share is verified
         the budget does not afford it ───────────────► exact, and verified: a sample for the certificate
         drawn by chance, a small share;
@@ -258,7 +258,7 @@ class Guard:
 
     @property
     def _one_scale(self) -> bool:
-        """Whether words in free slots ask for no greater margin: those of vectors do not."""
+        """Whether words that were never exchanged ask for no greater margin: those of vectors do not."""
         return self.margin.scale is VECTORS
 
     def take_back(self, evidence: int, epoch: int) -> None:

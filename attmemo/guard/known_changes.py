@@ -4,8 +4,10 @@ A change is what an input has in a slot where its record has something else (`at
 if the same two values were seen there before and the answer stayed, or if both have been harmless there: numbers as
 such, words by a chain of changes that leads from one to the other ("up" for "started" and "down" for "stopped" say
 nothing of "down" for "up"). A slot is *free* once enough different values were harmless in it: then any value may
-stand there. A number is free after few values. A word needs more of them, and then the answer must be surer
-(`attmemo.guard.margin`): "Accepted" for "Failed" is hardly more harmless for "Closed" having been.
+stand there. A number is free after few values, a word after more of them.
+
+Words that were never exchanged for each other, in a free slot or where a chain alone leads from one to the other, ask
+for a surer answer (`attmemo.guard.margin`): "Accepted" for "Failed" is hardly more harmless for "Closed" having been.
 
 An answer that changed is held against the slot that is known least. Such a slot needs many more values.
 
@@ -94,6 +96,7 @@ class Verified:
             if change in self._changes:
                 continue
             if value in harmless and former in harmless and (not word or harmless[value] == harmless[former]):
+                found = Evidence.FREELY if word else found
                 continue
             if value in self._harmful or former in self._harmful:
                 return Evidence.UNKNOWN

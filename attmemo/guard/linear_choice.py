@@ -3,16 +3,24 @@
     memoize      both are timed on a batch of its own; where 8 bits are not faster, nothing else happens
     PROVING      requests get exact answers; some 8-bit ones are computed beside them and compared: while no request
                  runs, and beside requests as far as the time account affords that
-    SERVING      requests get 8-bit answers; of one forward of many, some are computed exactly, too, and compared
+    SERVING      requests get 8-bit answers; those below the margin are computed again, exactly. Of one forward of
+                 many, some are computed exactly, too, and compared
     EXACT        8 bits change too many answers: the model is exact from now on, and reads no record of 8-bit layers
 
 The proof is that of `attmemo.guard.certificate`: a bound on the rate of changed answers that holds at all numbers of
 samples at once. An input counts once.
+
+A class that is not far ahead of the second best one changes most easily. So there is a proof for each step of a margin
+(`attmemo.guard.margin`): that with those answers alone few enough change. The lowest step that is proven serves. All
+steps are proven from the same samples, and no confidence is lost by that: what changes at a higher step changes at a
+lower one, too. So no step that breaks the budget is proven unless the highest such step is: one mistake of one test (a
+fixed sequence of tests: Angelopoulos et al., arXiv 2110.01052).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -24,11 +32,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attmemo.forward.batch_slices import has_loss, shallow, take, tokens_in
+from attmemo.forward.batch_slices import has_loss, put, shallow, take, tokens_in
 from attmemo.forward.engine import Engine
 from attmemo.guard.answers import Answers, Read
 from attmemo.guard.certificate import Certificate
 from attmemo.guard.deferred import Deferred, Model, Part
+from attmemo.guard.margin import ROUNDED, Margin
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.time_account import TimeAccount
 from attmemo.models.base import inputs_of
@@ -39,7 +48,7 @@ from attmemo.system.locking import ThreadLock
 _LOG = logging.getLogger("attmemo")
 
 FASTER: Final = 1.2
-"""8 bits are proven where exact forwards take so many times as long."""
+"""8 bits are proven where exact forwards take so many times as long, answers that are computed twice included."""
 ROUNDS: Final = 5
 """Forwards of each kind that are timed, in turns; the first one of each does not count."""
 BATCH: Final = 8
@@ -97,6 +106,8 @@ class LinearChoice:
         self._engine, self._answers, self.speed = engine, answers, speed
         self._served, self._rows = served, rows
         self.certificate = Certificate(budget, confidence)
+        self.margin = Margin(budget, ROUNDED, self.certificate.rules_out)
+        self.least = math.inf  # the lowest margin that was proven: a proof that was made holds
         self._account = TimeAccount(always)
         self.state, self._why = State.PROVING, ""
         self._stale = False  # whether 8-bit layers made the records: exact ones must not read them
@@ -118,7 +129,7 @@ class LinearChoice:
         self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One forward of the model; `names` are those of its arguments."""
-        state, running = self.state, self._engine.current.forward
+        state, running = self.state, self._engine.current.running.get()
         if state is State.EXACT and not self._stale:
             return forward(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -127,47 +138,78 @@ class LinearChoice:
         if asked_whole or seen or given.get("labels") is not None:
             with self._engine.open(packed=self.exact, whole=True):
                 return forward(*args, **kwargs)
-        if state is State.SERVING and self._random.random() >= 1 / VERIFIED:
+        compares = state is not State.SERVING or self._random.random() < 1 / VERIFIED
+        if not compares and not self.least:
             return forward(*args, **kwargs)
         self.deferred.began()
         try:
-            return self._compared(forward, given, args, kwargs)
+            if state is State.SERVING:
+                return self._raised(forward, given, args, kwargs, compares)
+            return self._proving(forward, given, args, kwargs)
         finally:
             self.deferred.ended()
 
-    def _compared(
+    def _raised(
+        self, forward: Model, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], compares: bool
+    ) -> Any:
+        """The output in 8 bits, with answers below the margin computed again, exactly; some are compared, if asked."""
+        args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
+        inputs = shallow((args, kwargs))
+        output = forward(*args, **kwargs)
+        if has_loss(output):
+            return output
+        mask = self._answers.mask_in(given)
+        rounded, low = self._read(output, mask), np.zeros(0, np.int64)
+        if rounded is not None:
+            batch = len(rounded.values)
+            if compares:
+                keys = keys_of(given.get("input_ids"), mask, places := self._drawn(batch))
+                compare = partial(self._compare, keys, None, rounded)
+                compare(_part(forward, inputs, mask, places, batch, compare))
+            if rounded.margins is not None:
+                low = np.flatnonzero(~(rounded.margins.numpy() >= self.least))
+        if self.state is State.SERVING and not len(low):
+            return output
+        with self._engine.open(packed=self.exact, whole=True, repeats=True):
+            if self.state is not State.SERVING:  # too many answers changed, or they cannot be compared
+                args, kwargs = shallow(inputs)
+                return forward(*args, **kwargs)
+            chosen = torch.from_numpy(low)
+            args, kwargs = take(inputs, chosen, batch)
+            return put(output, forward(*args, **kwargs), chosen, batch)
+
+    def _proving(
         self, forward: Model, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The output, and some of its answers compared now, or later."""
+        """The exact output; some of its answers are compared with those in 8 bits now, or later."""
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
         start = perf_counter()
         output = forward(*args, **kwargs)
         if has_loss(output):
             return output
-        mask, ids, serving = self._answers.mask_in(given), given.get("input_ids"), self.state is State.SERVING
+        mask, ids = self._answers.mask_in(given), given.get("input_ids")
         sized = next((one for one in (mask, ids) if isinstance(one, Tensor) and one.dim() == 2), None)
         batch = 0 if sized is None else len(sized)
-        if self._rows is None and mask is not None and not serving:
+        if self._rows is None and mask is not None:
             self._account.record(tokens_in(mask), batch, perf_counter() - start, reused=False)
-        now = serving or self.account.learns
+        now = self.account.learns
         if not batch or not (now or self.deferred.room):
             return output
-        start = perf_counter()
-        places = sorted(self._random.sample(range(batch), AT_ONCE)) if batch > AT_ONCE else list(range(batch))
+        start, places = perf_counter(), self._drawn(batch)
         # With records beside, the output may come from some of them.
-        exact = None if serving or self._rows is not None else self._read(output, mask)
-        rounded = self._read(output, mask) if serving else None
-        compare = partial(self._compare, keys_of(ids, mask, places), exact, rounded)
+        exact = None if self._rows is not None else self._read(output, mask)
+        compare = partial(self._compare, keys_of(ids, mask, places), exact, None)
         if now:
-            chosen = torch.tensor(places)
-            own = None if mask is None else mask[chosen]
-            compare(Part(forward, take(inputs, chosen, batch), own, places, None, compare))
-            if not serving:
-                self.account.spend(perf_counter() - start)
+            compare(_part(forward, inputs, mask, places, batch, compare))
+            self.account.spend(perf_counter() - start)
         else:
             self.deferred.add(forward, inputs, mask, places, batch, compare)
         return output
+
+    def _drawn(self, batch: int) -> list[int]:
+        """Sequences of a batch that are compared."""
+        return sorted(self._random.sample(range(batch), AT_ONCE)) if batch > AT_ONCE else list(range(batch))
 
     def _compare(self, keys: Mapping[int, int | None], exact: Read | None, rounded: Read | None, part: Part) -> None:
         """Compare answers of some sequences. What is given are answers of the whole batch; the rest is computed."""
@@ -179,11 +221,13 @@ class LinearChoice:
                 seen = rounded or self._beside(part, self.rounded)
             own, places = range(len(part.places)), part.places
             pairs = zip(own if rounded is None else places, own if exact is None else places, strict=True)
-            changed = [self._answers.differ(seen, one, expected, other) for one, other in pairs]
+            compared = [
+                (self._answers.differ(seen, one, expected, other), seen.margin(one)) for one, other in pairs
+            ]
         except Exception as error:
             self._failed(error)
             return
-        self._count(changed, [keys[place] for place in places])
+        self._count(compared, [keys[place] for place in places])
 
     def _read(self, output: Any, mask: Tensor | None) -> Read | None:
         """The answers of an output; None: there are none, and nothing is compared any more."""
@@ -199,31 +243,54 @@ class LinearChoice:
         with self._engine.open(packed=packed, whole=True, repeats=True):
             return self._answers.read(part.forward(*args, **kwargs), part.mask)
 
-    def _count(self, changed: Sequence[bool], keys: Sequence[int | None]) -> None:
-        """Count compared answers of inputs with these keys, and decide. An input says nothing a second time."""
+    def _count(self, compared: Sequence[tuple[bool, float | None]], keys: Sequence[int | None]) -> None:
+        """Count answers of inputs with these keys, and decide: whether each changed, and the margin in 8 bits.
+
+        An input says nothing a second time.
+        """
         with self._lock:
-            serving, alarm = self.state is State.SERVING, False
-            for differs, key in zip(changed, keys, strict=True):
+            serving, alarm, least = self.state is State.SERVING, False, self.least
+            for (differs, margin), key in zip(compared, keys, strict=True):
                 if key in self._seen:
                     continue
                 if key is not None and len(self._seen) < 4 * MOST:
                     self._seen.add(key)
                 self.certificate.counts.requests += serving
                 self.certificate.counts.served += serving
-                alarm |= self.certificate.sample(differs)
-            counts, highest = self.certificate.counts, self.certificate.highest
-            if self.state is State.PROVING:
-                if highest <= self.certificate.budget:
-                    self._serve()
-                elif counts.changed + counts.same >= MOST or counts.changed > 2 + 2 * MOST * self.certificate.budget:
-                    self._end("its answers could not be proven to stay within the budget")
-            elif serving and alarm:
+                own = ROUNDED.steps[-2] if margin is None else margin
+                self.margin.request(1.0, 1.0)
+                self.margin.sample(own, differs)
+                self.least = min(self.least, self.margin.least)
+                alarm |= self.certificate.sample(differs and (own >= least or not serving))
+            if serving and alarm:
                 self._end("too many answers changed")
+            elif serving and self.least < least:
+                self._count_given()
+            elif self.state is State.PROVING:
+                counts = self.certificate.counts
+                if self.least < math.inf and 1 / self.speed + self.margin.share_below(self.least) <= 1 / FASTER:
+                    self._serve()
+                elif counts.changed + counts.same >= MOST or self._is_hopeless:
+                    self._end("its answers could not be proven to stay within the budget")
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether more answers have changed at every step than a proof could bear."""
+        return self.margin.changed_from(ROUNDED.steps[-2]) > 2 + 2 * MOST * self.certificate.budget
+
+    def _count_given(self) -> None:
+        """Have the certificate hold what changed among answers as they are given now."""
+        counts = self.certificate.counts
+        samples = counts.changed + counts.same
+        counts.changed = self.margin.changed_from(self.least)
+        counts.same = samples - counts.changed
+        self.certificate.adopt(counts)
 
     def _serve(self) -> None:
         """Serve 8-bit layers from now on."""
         if self._served is not None:
             self._served()
+        self._count_given()
         self._stack.packed = self.rounded
         self.state = State.SERVING
         _LOG.info("attmemo: %s", self.sentence)
@@ -248,16 +315,28 @@ class LinearChoice:
         if self.state is State.PROVING:
             return f"8-bit layers are being compared with exact ones: {seen}, the budget is {budget:.3g}"
         if self.state is State.SERVING:
-            return f"8-bit layers serve, {self.speed:.2f} times as fast as exact ones: {seen}"
+            below = f"; those with a margin below {least:g} are exact" if (least := self.least) else ""
+            return f"8-bit layers serve, {self.speed:.2f} times as fast as exact ones: {seen}{below}"
         return f"linear layers are exact: {self._why}"
 
     def stats(self) -> dict[str, Any]:
         """The decision and its numbers, JSON-able."""
-        counts = self.certificate.counts
+        counts, serving = self.certificate.counts, self.state is State.SERVING
         return {
             "state": self.state.value, "says": self.sentence, "speed": self.speed,
             "compared": counts.changed + counts.same, "changed": counts.changed, "highest": self.certificate.highest,
+            "margin": self.least if serving else None,
+            "share_below": self.margin.share_below(self.least) if serving else None,
         }  # fmt: skip
+
+
+def _part(
+    forward: Model, inputs: Any, mask: Tensor | None, places: list[int], batch: int, compare: Callable[[Part], None]
+) -> Part:
+    """Some sequences of a forward, to be compared at once."""
+    chosen = torch.tensor(places)
+    own = None if mask is None else mask[chosen]
+    return Part(forward, take(inputs, chosen, batch), own, places, None, compare)
 
 
 def keys_of(ids: Any, mask: Tensor | None, places: Sequence[int]) -> dict[int, int | None]:

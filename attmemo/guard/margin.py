@@ -2,12 +2,13 @@
 be to the record's own answer.
 
 An answer below the margin is computed again, exactly. These answers are samples too: they say what would have changed
-below the margin, so they choose it.
+below the margin, so they choose it. Answers in 8 bits have a margin, too (`attmemo.guard.linear_choice`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +23,7 @@ SHARE: Final = 0.5
 SURENESS: Final = 0.9
 """How sure it must be that these take no more."""
 SEEN: Final = 10
-"""Answers between two steps that must be seen before the margin is lowered to the lower step."""
+"""Answers from records between two steps that must be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,16 @@ class Scale:
     first : int
         The step before anything is known.
     sure : float
-        Least margin where a word stands in a free slot.
+        Least margin where words were never exchanged.
+    seen : int
+        Answers between two steps that must be seen before the margin is lowered to the lower step.
     """
 
     name: str
     steps: tuple[float, ...]
     first: int
     sure: float
+    seen: int = SEEN
 
     @property
     def top(self) -> str:
@@ -57,6 +61,8 @@ CLASSES: Final = Scale("margin", (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97), 3, 0.9)
 VECTORS: Final = Scale("margin", (0.93, 0.95, 0.965, 0.975, 0.98, 0.985, 0.99, 0.995), 4, 0.0)
 """The cosine to the record's own answer. An answer that moved far from it was moved by rows that were computed, and
 those that were not computed should have moved too."""
+ROUNDED: Final = Scale("rounded", (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, math.inf), 7, 0.0, 0)
+"""Of classes that 8-bit layers give; at the highest step all are computed exactly, at the lowest none."""
 
 
 class Margin:
@@ -67,10 +73,15 @@ class Margin:
     budget : float
         Share of answers that may change.
     scale : Scale
+    allows : callable, optional
+        Whether answers may be served of which so many changed in so many requests. Default: they probably take their
+        share of the budget at most.
     """
 
-    def __init__(self, budget: float, scale: Scale = CLASSES) -> None:
-        self._budget, self.scale = budget, scale
+    def __init__(
+        self, budget: float, scale: Scale = CLASSES, allows: Callable[[float, float], bool] | None = None
+    ) -> None:  # fmt: skip
+        self._budget, self.scale, self._allows = budget, scale, allows or self._is_likely
         self._steps, self._top, self._sure = np.array(scale.steps), scale.first, scale.sure
         # By the highest step that an answer reaches: answers seen, those that changed, and the requests in which an
         # answer there would have been seen.
@@ -78,7 +89,7 @@ class Margin:
         self.least = float(self._steps[self._top])
 
     def least_for(self, freely: bool) -> float:
-        """The least margin; `freely`: a word stands in a free slot."""
+        """The least margin; `freely`: a word was never exchanged for the record's."""
         return max(self.least, self._sure) if freely else self.least
 
     def request(self, below: float, above: float) -> None:
@@ -102,15 +113,26 @@ class Margin:
         has requests of its own, and all rates are told in those of the step with the fewest.
         """
         step = self._top
-        while step and self._seen[step - 1] >= SEEN:
+        while step and self._seen[step - 1] >= self.scale.seen:
             asked = self._asked[step - 1 : self._top]
             fewest = asked.min()
             changed = (self._changed[step - 1 : self._top] * fewest / np.maximum(asked, 1)).sum()
-            # The highest mean of a Poisson count of so many.
-            if gammaincinv(changed + 1, SURENESS) > SHARE * self._budget * fewest:
+            if not self._allows(changed, fewest):
                 break
             step -= 1
         self.least = float(self._steps[step])
+
+    def _is_likely(self, changed: float, requests: float) -> bool:
+        # The highest mean of a Poisson count of so many.
+        return bool(gammaincinv(changed + 1, SURENESS) <= SHARE * self._budget * requests)
+
+    def changed_from(self, margin: float) -> int:
+        """Return how many answers changed that are so sure."""
+        return int(self._changed[np.searchsorted(self._steps, margin) :].sum())
+
+    def share_below(self, margin: float) -> float:
+        """Return the share of the answers seen that are less sure."""
+        return float(self._seen[self._steps < margin].sum() / max(self._seen.sum(), 1.0))
 
     def counts(self) -> dict[str, float]:
         """What was seen, by step."""

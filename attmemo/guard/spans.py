@@ -37,6 +37,7 @@ class Spans:
     def __init__(self, labels: Sequence[str], special: Iterable[int] = ()) -> None:
         parts = [_part(label) for label in labels]
         names = sorted({name for _, name in parts if name not in OUTSIDE})
+        self._names = names
         self._types = np.array([names.index(name) + 1 if name in names else 0 for _, name in parts])
         self._begin = np.array([letter in BEGIN for letter, _ in parts])
         self._end = np.array([letter in END for letter, _ in parts])
@@ -77,6 +78,24 @@ class Spans:
         texts = [row[valid].tobytes() for row, valid in zip(codes, own, strict=True)]
         found = b"".join(blake2b(text, digest_size=_WIDTH).digest() for text in texts)
         return torch.from_numpy(np.frombuffer(found, "<i8").astype(np.int64)), margins
+
+    def of_labels(self, labels: Any, ids: Sequence[int]) -> list[tuple[str, int, int]]:
+        """The spans of one text, each with its type, its first token, and the one behind its last.
+
+        Parameters
+        ----------
+        labels : int array [n]
+            The best class of each token.
+        ids : sequence of int
+            Token ids: special ones lie in no span.
+        """
+        own = ~np.isin(np.asarray(ids), self._special.numpy())
+        codes = self._codes(np.asarray(labels)[None], own[None])[0]
+        types, edges = codes >> 1, np.flatnonzero((codes & 1) | (np.diff(codes >> 1, prepend=0) != 0))
+        return [
+            (self._names[types[first] - 1], int(first), int(stop))
+            for first, stop in zip(edges, [*edges[1:], len(codes)], strict=True) if types[first]
+        ]  # fmt: skip
 
     def _codes(self, labels: Any, counts: Any) -> Any:
         """A number for each token, int32 ``[B, L]``: its type, 0 outside of spans, and whether it begins a span."""

@@ -63,13 +63,15 @@ class Namespaces:
         Namespaces, at most.
     places : sequence of Path
         Folders in which namespaces have folders.
+    settle : callable, optional
+        Given each handle once it is among `opened`: what changed for all while it was made, changes for it.
     """
 
     def __init__(
         self, outer: StackMemoization, make: Callable[[str, int], StackMemoization], most: int,
-        places: Sequence[Path] = (),
+        places: Sequence[Path] = (), settle: Callable[[StackMemoization], None] | None = None,
     ) -> None:  # fmt: skip
-        self._outer, self._make, self.most, self._places = outer, make, most, places
+        self._outer, self._make, self.most, self._places, self._settle = outer, make, most, places, settle
         self._lock, self._spaces, self._closed = ThreadLock(), dict[str, Space](), False
         self._shares: Shares | None = None
         self._looked = monotonic()
@@ -99,9 +101,10 @@ class Namespaces:
             with space.lock:
                 if space.gone:  # it was forgotten meanwhile: it begins anew
                     continue
-                if space.handle is None:
-                    space.handle = self._opened(space)
-                handle = space.handle
+                if (handle := space.handle) is None:
+                    handle = space.handle = self._opened(space)
+                    if self._settle is not None:
+                        self._settle(handle)
                 if space.sharer is not None:
                     space.sharer.used = monotonic()
             own, outer = handle.engine.reuse, self._outer.engine.reuse

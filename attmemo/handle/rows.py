@@ -229,6 +229,14 @@ class _Making:
             found.compare_vectors()
         return found
 
+    def keep_budget(self, handle: StackMemoization) -> None:
+        """Have a handle begin anew within the budget that rows have now; what it knows of changes stays."""
+        planner = handle.planner
+        if isinstance(planner, GuardedPlanner) and planner.guard.budget != self.budget:
+            own = self.new_guard()
+            own.verified.merge(planner.guard.verified.state())
+            handle.guard_anew(own)
+
     @property
     def answers(self) -> Answers:
         """What an answer is."""
@@ -302,7 +310,7 @@ def _namespaces(
             undo.pop_all()
         return found
 
-    return Namespaces(outer, make, most, places)
+    return Namespaces(outer, make, most, places, making.keep_budget)
 
 
 def _choose_linear(handle: StackMemoization, making: _Making) -> None:
@@ -313,11 +321,9 @@ def _choose_linear(handle: StackMemoization, making: _Making) -> None:
     half = guarding.budget / 2
 
     def begin() -> None:
-        making.budget = half
+        making.budget = half  # first of all: a namespace that opens now looks at it once it is among them
         for one in (handle, *(handle.spaces.opened() if handle.spaces is not None else ())):
-            own = making.new_guard()
-            own.verified.merge(one.planner.guard.verified.state())
-            one.guard_anew(own)
+            making.keep_budget(one)
 
     choose_linear(
         handle, making.encoder, making.adapter, making.whole, making.answers, half, guarding.confidence,

@@ -157,7 +157,7 @@ class StackMemoization(Memoization):
     @property
     def _here(self) -> StackMemoization:
         """The handle of the namespace in which this thread runs."""
-        running = self.engine.current.forward
+        running = self.engine.current.running.get()
         found: StackMemoization = self if running is None or running.space is None else running.space
         return found
 
@@ -259,7 +259,7 @@ class StackMemoization(Memoization):
         ------
         Observed
         """
-        observed, running = Observed(), self.engine.current.forward
+        observed, running = Observed(), self.engine.current.running.get()
         whole = not reuse or (running is not None and running.whole)
         with self.engine.open(observed=observed, whole=whole):
             yield observed

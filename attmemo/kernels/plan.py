@@ -30,7 +30,7 @@ class Evidence(IntEnum):
     ROUNDED = 1  # there is a record of the very input, in fewer bits than the model computes with: it serves nothing
     UNKNOWN = 2  # a change is not known
     UNSURE = 3  # all are known, but the record's own answer is too near to another one
-    FREELY = 4  # all are known, some of them as words in free slots
+    FREELY = 4  # all are known, some of them as words that were never exchanged: like others, or in free slots
     FULLY = 5
     SAME = 6  # nothing changed: the answer is the record's own
 
@@ -83,7 +83,7 @@ class Demand(NamedTuple):
     share : float
         Share of its tokens that a record must supply to an input; below 0: any record will do.
     least, least_freely : float
-        The least sureness of a record's own answer; the same where a word stands in a free slot.
+        The least sureness of a record's own answer; the same where words were never exchanged.
     tried : int
         Records of an input that are looked at, the one with the fewest rows to compute first.
     numbers, words : int
@@ -238,6 +238,7 @@ def evidence_in_python(gaps: Changes, own: float, demand: Demand, table: Table) 
             continue
         harmless = value[0] == former[0] == Mark.VALUE
         if harmless and (not word or value[1] == former[1]):
+            found = Evidence.FREELY if word else found
             continue
         needed = (demand.words if word else demand.numbers) * (1 + demand.penalty * (counts >> 32))
         if Mark.HARMFUL in (value[0], former[0]) or not needed or counts & 0xFFFFFFFF < needed:

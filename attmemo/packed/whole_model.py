@@ -83,7 +83,7 @@ class WholeModel:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output; None: this forward goes the hooked way; or the plan that it follows there."""
-        forward, arrays = self._engine.current.forward, None
+        forward, arrays = self._engine.current.running.get(), None
         if forward is not None and (forward.forced is not None or forward.given is not None):
             return None
         try:

@@ -26,6 +26,8 @@ COSTS: Final = ("tokens", "rows")
 
 def choose(task: Task, outputs: Mapping[str, str] | None) -> dict[str, str]:
     """What is asked for, with the names of its columns; ArgumentError if the model does not give it."""
+    if task not in COLUMNS:
+        raise ArgumentError("the model tags tokens: it has no answer that fits a column.", "attmemo serve, /spans")
     if outputs is None:
         return {what: what for what in COLUMNS[task]}
     known = [*COLUMNS[task], *(["scores"] if task == "classifier" else []), *COSTS]

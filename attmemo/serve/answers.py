@@ -61,6 +61,20 @@ class RerankResponse(RootModel[list[Rank]]):
     """The most relevant text first."""
 
 
+class Span(Answer):
+    """A span of a text: its type, the mean score of its tokens, and its characters, from `start` to before `end`."""
+
+    entity_group: str
+    score: float
+    word: str
+    start: int
+    end: int
+
+
+class SpansResponse(RootModel[list[Span] | list[list[Span]]]):
+    """Spans of one text, or of each, in their order."""
+
+
 class SimpleToken(Answer):
     """A token, and the characters that it stands for; a special one stands for none."""
 
@@ -137,6 +151,7 @@ class ModelType(Answer):
     embedding: EmbeddingModel | None = None
     classifier: ClassifierModel | None = None
     reranker: ClassifierModel | None = None
+    tagger: ClassifierModel | None = None
 
 
 class Info(Answer):

@@ -84,7 +84,7 @@ def state_routes(service: Service) -> list[StateRoute]:
     settings, model = service.settings, service.model
     kinds: dict[str, Any] = {
         "embedding": {"pooling": model.pooling}, "classifier": own_labels(model.labels),
-        "reranker": own_labels(model.labels),
+        "reranker": own_labels(model.labels), "tagger": own_labels(model.labels),
     }  # fmt: skip
 
     async def health() -> Response:

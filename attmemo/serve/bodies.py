@@ -188,6 +188,21 @@ class RerankRequest(Truncating):
     return_text: bool = False
 
 
+class SpansParameters(Body):
+    """Parameters of ``/spans``, as clients of the hub send them."""
+
+    aggregation_strategy: Literal["simple"] | None = None
+
+
+class SpansRequest(Truncating):
+    """Of ``/spans``."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"inputs": "Ann lives in Paris."}})
+
+    inputs: TokenizeInput
+    parameters: SpansParameters | None = None
+
+
 class SimilarityInput(Body):
     """Texts of ``/similarity``."""
 

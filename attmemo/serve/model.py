@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.errors import ArgumentError, AttmemoError, UnsupportedModelError
+from attmemo.guard.spans import Spans, spans_in
 from attmemo.loading import load_config, load_pretrained, quiet
 from attmemo.serve.settings import MIN_COSINE, Pooling, ReuseName, Settings
 
-Task = Literal["embedding", "classifier", "reranker"]
+Task = Literal["embedding", "classifier", "reranker", "tagger"]
 Floats = npt.NDArray[np.float32]
 
 POOLINGS: Final[dict[Pooling, str]] = {"mean": "mean", "cls": "cls", "last-token": "lasttoken"}
 """Names of poolings, here and in sentence-transformers."""
+ANSWERS: Final[dict[Task, str]] = {"reranker": "score", "tagger": "spans"}
+"""What a guard takes for an answer, where the model does not say it."""
 
 
 @dataclass(slots=True)
@@ -31,7 +34,8 @@ class Answer:
     Attributes
     ----------
     value : ndarray
-        The embedding ``[H]``, or logits ``[C]``; float32.
+        The embedding ``[H]``, or logits ``[C]``; of a tagger for each token its class, and how probable that is,
+        ``[n, 2]``. float32.
     each : ndarray or None
         Last hidden states of all tokens ``[n, H]``, where asked for.
     tokens, rows : int
@@ -57,7 +61,7 @@ class ServedModel:
     ----------
     module : nn.Module
         Called with token ids, mask and types; for embeddings a sentence-transformers model.
-    task : {"embedding", "classifier", "reranker"}
+    task : {"embedding", "classifier", "reranker", "tagger"}
     tokenizer : transformers tokenizer
     longest : int
         Tokens that it takes.
@@ -67,6 +71,8 @@ class ServedModel:
         Of embeddings.
     labels : list of str
         Names of classes.
+    spans : Spans or None
+        Reads the tags of a tagger.
     prompts : mapping of str to str
         Texts to put before others, by name.
     """
@@ -78,6 +84,7 @@ class ServedModel:
     width: int
     pooling: str = ""
     labels: list[str] = field(default_factory=list)
+    spans: Spans | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     extra_rows: int = 0  # of verifications, since it was loaded
 
@@ -115,8 +122,8 @@ class ServedModel:
             raise ArgumentError(what, "leave out min_cosine")
         if reuse != "none":
             options |= {"budget": budget, "fill": fill, "tokenizer": self.tokenizer}
-            if self.task == "reranker":
-                options.setdefault("answer", "score")
+            if self.task in ANSWERS:
+                options.setdefault("answer", ANSWERS[self.task])
         memoize(self.module, database=database, reuse=reuse, **options)
 
     def within(self, namespace: str | None) -> AbstractContextManager[Any]:
@@ -159,8 +166,9 @@ class ServedModel:
         else:
             output, rows = self._exact(inputs), lengths
         values, states = self._values(output, each)
+        parts = [row[:length] for row, length in zip(values, lengths, strict=True)] if self.spans else values
         return [
-            Answer(values[place], None if states is None else states[place, :length], length, computed)
+            Answer(parts[place], None if states is None else states[place, :length], length, computed)
             for place, (length, computed) in enumerate(zip(lengths, rows, strict=True))
         ]
 
@@ -186,6 +194,9 @@ class ServedModel:
 
     def _values(self, output: Any, each: bool = False) -> tuple[Floats, Floats | None]:
         """Answers ``[B, …]``; with `each` also the last hidden states ``[B, L, H]`` of a model that embeds."""
+        if self.spans is not None:
+            best, labels = output.logits.float().softmax(-1).max(-1)
+            return torch.stack([labels.float(), best], -1).numpy(), None
         if self.task != "embedding":
             return output.logits.float().numpy(), None
         states = output["token_embeddings"].float().numpy() if each else None
@@ -216,31 +227,39 @@ def load(settings: Settings) -> ServedModel:
     names = config.architectures or []
     if any("ForSequenceClassification" in name for name in names):
         return _classifier(settings, config)
+    if any("ForTokenClassification" in name for name in names):
+        return _classifier(settings, config, tags=True)
     if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in names) and not _has_modules(
         settings.model
     ):
         raise UnsupportedModelError(
             f"{settings.model} is a {names[0]}: it gives neither embeddings nor classes of texts.",
-            "give a sentence-transformers model, an encoder, or one for sequence classification",
+            "give a sentence-transformers model, an encoder, or one for sequence or token classification",
         )
     return _embedder(settings)
 
 
-def _classifier(settings: Settings, config: Any) -> ServedModel:
-    from transformers import AutoModelForSequenceClassification
+def _classifier(settings: Settings, config: Any, *, tags: bool = False) -> ServedModel:
+    """A model with a head of classes, of texts or of their tokens."""
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     if settings.pooling is not None:
         raise UnsupportedModelError(f"{settings.model} gives classes: nothing is pooled.", "leave out --pooling")
-    loaded = load_pretrained(settings.model, lambda _: AutoModelForSequenceClassification, _dtype(settings))
+    if tags and (settings.default_prompt or settings.default_prompt_name):
+        what = f"{settings.model} tags tokens: characters are counted in the text alone."
+        raise UnsupportedModelError(what, "leave out the prompt")
+    kind = AutoModelForTokenClassification if tags else AutoModelForSequenceClassification
+    loaded = load_pretrained(settings.model, lambda _: kind, _dtype(settings))
     if loaded.absent:
         raise UnsupportedModelError(
             f"{settings.model} has no weights for {', '.join(loaded.absent)}.", "train it first"
         )
     count = int(config.num_labels)
     labels = [str(config.id2label[place]) for place in range(count)]
-    task: Task = "reranker" if count == 1 else "classifier"
+    task: Task = "tagger" if tags else "reranker" if count == 1 else "classifier"
     return ServedModel(
-        loaded.model, task, loaded.tokenizer, _longest(loaded.tokenizer, config), count, labels=labels
+        loaded.model, task, loaded.tokenizer, _longest(loaded.tokenizer, config), count, labels=labels,
+        spans=spans_in(loaded.model.config, loaded.tokenizer) if tags else None,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Routes of models that classify or rerank: ``/predict`` and ``/rerank``."""
+"""Routes of models that classify, rerank or tag: ``/predict``, ``/rerank`` and ``/spans``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from starlette.responses import Response
 
 from attmemo.serve import answers, bodies
 from attmemo.serve.http import Answered, Route, gone
-from attmemo.serve.model import Floats
+from attmemo.serve.model import Answer, Floats, ServedModel
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
+from attmemo.serve.texts import Tokens
 
 
 def routes(service: Service) -> list[Route]:
     """Routes that classify."""
 
     async def predict(body: bodies.PredictRequest, request: Request) -> Response:
-        if service.model.task == "embedding":
+        if service.model.task not in ("classifier", "reranker"):
             raise cannot("Model is not a classifier model")
         done = await service.answer(
             body.inputs.items, method=body.inputs.method, truncate=body.truncate, side=body.side, reuse=body.reuses,
@@ -45,16 +46,43 @@ def routes(service: Service) -> list[Route]:
             ranks.append(rank | {"text": body.texts[place]} if body.return_text else rank)
         return Answered(ranks, done)
 
+    async def spans(body: bodies.SpansRequest, request: Request) -> Response:
+        if service.model.task != "tagger":
+            raise cannot("Model is not a token classification model")
+        if not body.inputs.items:
+            raise Refusal("empty", "`inputs` cannot be empty")
+        done = await service.answer(
+            body.inputs.items, method=body.inputs.method, truncate=body.truncate, side=body.side, reuse=body.reuses,
+            namespace=request.state.namespace, gone=gone(request),
+        )  # fmt: skip
+        every = zip(body.inputs.items, done.encoded, done.answers, strict=True)
+        found = [spans_of(str(text), tokens, answer, service.model) for text, tokens, answer in every]
+        return Answered(found[0] if body.inputs.single else found, done)
+
     found = [
         Route(
             ("/predict",), bodies.PredictRequest, predict, "Classes of texts or of pairs of texts",
             answers.PredictResponse,
         ),
         Route(("/rerank",), bodies.RerankRequest, rerank, "Relevance of texts to a query", answers.RerankResponse),
+        Route(("/spans",), bodies.SpansRequest, spans, "Spans that tags of tokens mark", answers.SpansResponse),
     ]  # fmt: skip
-    if service.model.task != "embedding":
-        main = found[service.model.task == "reranker"]
-        found.append(replace(main, paths=("/", "/invocations")))
+    tasks = "classifier", "reranker", "tagger"
+    if service.model.task in tasks:
+        found.append(replace(found[tasks.index(service.model.task)], paths=("/", "/invocations")))
+    return found
+
+
+def spans_of(text: str, tokens: Tokens, answer: Answer, model: ServedModel) -> list[dict[str, Any]]:
+    """The spans of a text with their places in it, in characters; their score is the mean of their tokens'."""
+    assert model.spans is not None
+    labels, scores = answer.value.T
+    found = list[dict[str, Any]]()
+    for name, first, last in model.spans.of_labels(labels.astype(np.int64), tokens.ids):
+        start, stop = tokens.places[first][0], tokens.places[last - 1][1]
+        start += len(text[start:stop]) - len(text[start:stop].lstrip())  # some tokens begin with the space before
+        score = scores[first:last].mean()
+        found.append({"entity_group": name, "score": score, "word": text[start:stop], "start": start, "end": stop})
     return found
 
 

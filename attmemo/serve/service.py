@@ -46,6 +46,7 @@ class Done:
     """The answers to one request, and what they cost; milliseconds."""
 
     answers: list[Answer]
+    encoded: Sequence[Tokens]
     reuse: str
     characters: int
     tokens: int
@@ -229,6 +230,7 @@ class Service:
         answers = [answer for answer in request.answers if answer is not None]
         done = Done(
             answers,
+            encoded,
             self.model.reuse if reuse else "off",
             sum(one.characters for one in encoded),
             sum(one.tokens for one in answers),
@@ -300,7 +302,8 @@ class Service:
         """Tokens of inputs, made in threads beside the model."""
 
         def encode(piece: Sequence[Input]) -> list[Tokens]:
-            return [self.texts.encode(one, truncate=truncate, side=side, prompt=prompt) for one in piece]
+            how: dict[str, Any] = {"truncate": truncate, "side": side, "prompt": prompt}
+            return [self.texts.encode(one, placed=self.model.task == "tagger", **how) for one in piece]
 
         at_once = side == "right" or not truncate  # the tokenizer that cuts on the left may have to be made
         if at_once and len(inputs) == 1 and isinstance(inputs[0], str) and len(inputs[0]) <= SHORT:

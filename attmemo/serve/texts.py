@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -31,6 +31,7 @@ class Tokens:
     ids: list[int]
     types: list[int]
     characters: int
+    places: Sequence[tuple[int, int]] = ()  # where each token begins and ends among them, where asked for
 
 
 class Texts:
@@ -69,15 +70,23 @@ class Texts:
         self.way(None), self.way("right")  # now, and not in a request: it takes tens of milliseconds
 
     def encode(
-        self, given: Input, *, truncate: bool, side: Side = "right", prompt: str | None = None, special: bool = True
-    ) -> Tokens:
-        """Token ids of a text, a pair of texts, or ids as they are; a `Refusal` if the model cannot take them."""
+        self, given: Input, *, truncate: bool, side: Side = "right", prompt: str | None = None, special: bool = True,
+        placed: bool = False,
+    ) -> Tokens:  # fmt: skip
+        """Token ids of a text, a pair of texts, or ids as they are; a `Refusal` if the model cannot take them.
+
+        `placed`: also where the tokens of a text lie in it; no prompt stands before it.
+        """
         if isinstance(given, list):
             return self._given(given, truncate, side, prompt)
         characters = len(given) if isinstance(given, str) else len(given[0]) + len(given[1])
         found = self._encode(given, side if truncate else None, prompt, special)
         self._check_length(len(found.ids))
-        return Tokens(found.ids, found.type_ids, characters)
+        if not placed:
+            return Tokens(found.ids, found.type_ids, characters)
+        left_out = max(0, characters - self.longest * CHARACTERS) if truncate and side == "left" else 0
+        places = [(start + left_out, stop + left_out) for start, stop in found.offsets]
+        return Tokens(found.ids, found.type_ids, characters, places)
 
     def describe(
         self, text: str, *, special: bool, prompt: str | None, most: int, at_once: int

@@ -48,6 +48,15 @@ def number(labels: list[str], row: list[int], mask: list[int] | None = None) -> 
 
 
 @pytest.mark.parametrize("labels", [BIO, BIOES, PLAIN], ids=["BIO", "BIOES", "plain"])
+def test_spans_of_labels_are_listed_and_special_tokens_end_them(labels: list[str]) -> None:
+    rng, spans = np.random.default_rng(3), Spans(labels, special=[1])
+    for _ in range(200):
+        row, ids = rng.integers(0, len(labels), 9), rng.integers(0, 12, 9).clip(1)
+        plain = ["O" if number == 1 else labels[label] for label, number in zip(row, ids, strict=True)]
+        assert spans.of_labels(row, ids.tolist()) == listed(plain)
+
+
+@pytest.mark.parametrize("labels", [BIO, BIOES, PLAIN], ids=["BIO", "BIOES", "plain"])
 def test_two_numbers_are_equal_where_the_plain_lists_are(labels: list[str]) -> None:
     chance = np.random.default_rng(0)
     rows = chance.integers(len(labels), size=(300, 4)).tolist()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import errno
+import gc
 import os
 import threading
+from contextvars import copy_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +23,13 @@ from prefix_models import answer, batch_of, make, random_ids
 
 from attmemo import memoize, unmemoize
 from attmemo.db.folder import NAMED, NAMESPACES, SEGMENTS
-from attmemo.db.namespaces import folder_of, named_in
+from attmemo.db.namespaces import folder_of, named_in, write_name
 from attmemo.errors import ArgumentError, AttmemoError
+
+
+def broken_disk(_: Any, stream: Any) -> Any:
+    stream.write("{")
+    raise OSError(errno.ENOSPC, "no space left")
 
 
 @pytest.fixture(scope="module", name="bare")
@@ -154,6 +163,23 @@ class TestGuards:
             assert told(model, name)["guard"]["budget"] == pytest.approx(0.025)
             assert told(model, name)["linear"] == "int8"
         assert told(model, "a")["guard"]["state"] == "learning"
+
+    def test_a_namespace_that_opens_as_8_bits_begin_to_serve_has_half_of_the_budget_too(
+        self, bare: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("attmemo.handle.stack.speed_of", lambda *_: 2.0)
+        model = guarded(bare, linear="auto")
+        make = model.attmemo.spaces._make
+
+        def meanwhile(name: str, nbytes: int) -> Any:
+            made = make(name, nbytes)
+            model.attmemo.choice._serve()  # of another thread: this namespace is not among the open ones yet
+            return made
+
+        monkeypatch.setattr(model.attmemo.spaces, "_make", meanwhile)
+        ask(model, BASE, "a")
+        for name in ("a", None):
+            assert told(model, name)["guard"]["budget"] == pytest.approx(0.025)
 
 
 class TestBytes:
@@ -309,14 +335,26 @@ class TestNames:
         with pytest.raises(ArgumentError, match="namespaces must be"):
             memoize(copy.deepcopy(bare), namespaces=most)
 
-    def test_two_that_are_open_in_turns_in_one_thread_are_refused(self, bare: Any) -> None:
-        """As coroutines would, that await inside."""
+    def test_two_that_are_open_in_turns_in_one_task_are_refused(self, bare: Any) -> None:
         model = guarded(bare)
         one, other = model.attmemo.namespace("a"), model.attmemo.namespace("b")
         one.__enter__()
         other.__enter__()
-        with pytest.raises(AttmemoError, match="another one of the same thread"):
+        with pytest.raises(AttmemoError, match="another one of the same task"):
             one.__exit__(None, None, None)
+        ask(model, BASE)
+        assert told(model, None)["sequences"] == len(BASE["input_ids"])
+
+    def test_one_that_is_never_left_is_dropped_in_silence(self, bare: Any, recwarn: pytest.WarningsRecorder) -> None:
+        model = guarded(bare)
+
+        def enter() -> None:
+            for name in ("a", "b"):
+                model.attmemo.namespace(name).__enter__()
+
+        copy_context().run(enter)  # as a task runs, in a context of its own
+        gc.collect()
+        assert not [one for one in recwarn if one.category is pytest.PytestUnraisableExceptionWarning]
         ask(model, BASE)
         assert told(model, None)["sequences"] == len(BASE["input_ids"])
 
@@ -332,6 +370,16 @@ class TestNames:
         assert spaces._spaces["b"].sharer.told == 0
         ask(model, BASE, "b")
         assert told(model, "b")["records"] > 0
+
+    def test_the_file_with_its_name_is_whole_whenever_it_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = folder_of(tmp_path, "a")
+        write_name(folder, "a")
+        monkeypatch.setattr("attmemo.db.namespaces.json.dump", broken_disk)
+        write_name(folder, "a")  # the disk is full in the middle of it
+        assert named_in(tmp_path) == {"a": folder}
+        assert [file.name for file in folder.iterdir()] == [NAMED]
 
     @pytest.mark.parametrize("found", ['{"name": 5}', "5", "{}", ""])
     def test_a_file_with_another_name_is_passed_over(self, bare: Any, tmp_path: Path, found: str) -> None:
@@ -351,6 +399,49 @@ class TestNames:
     def test_a_model_that_keeps_nothing_takes_namespaces(self, bare: Any) -> None:
         model = memoize(copy.deepcopy(bare))
         assert torch.equal(field(ask(model, BASE, "a")), field(ask(model, BASE)))
+
+
+class TestTasks:
+    def test_tasks_of_one_event_loop_are_each_in_their_own_namespace(self, bare: Any) -> None:
+        model = guarded(bare)
+
+        async def asks(name: str, entered: asyncio.Barrier) -> None:
+            with model.attmemo.namespace(name):
+                for _ in range(2):
+                    await entered.wait()  # all are inside
+                    with torch.inference_mode():
+                        model(**BASE)
+                await entered.wait()
+
+        async def main() -> None:
+            entered = asyncio.Barrier(3)
+            await asyncio.gather(*(asks(name, entered) for name in ("a", "b", "c")))
+            with torch.inference_mode():
+                model(**BASE)
+
+        asyncio.run(main())
+        assert model.attmemo.flush()
+        count = len(BASE["input_ids"])
+        assert [told(model, name)["sequences"] for name in ("a", "b", "c", None)] == [2 * count] * 3 + [count]
+
+    def test_threads_that_a_task_asks_are_in_its_namespace_with_forwards_of_their_own(self, bare: Any) -> None:
+        model, inputs = guarded(bare), [batch([30, 20, 25], seed) for seed in range(4)]
+        exact = memoize(copy.deepcopy(bare), reuse="none")
+        expected = [field(ask(exact, one)) for one in inputs]
+
+        def answer(one: Inputs) -> Any:
+            with torch.inference_mode():
+                return field(model(**one))
+
+        async def main() -> list[Any]:
+            with model.attmemo.namespace("a"):
+                return await asyncio.gather(*(asyncio.to_thread(answer, one) for one in inputs))
+
+        for found, true in zip(asyncio.run(main()), expected, strict=True):
+            assert torch.equal(found, true)
+        assert model.attmemo.flush()
+        assert told(model, "a")["sequences"] == sum(len(one["input_ids"]) for one in inputs)
+        assert told(model, None)["sequences"] == 0
 
 
 def test_threads_in_namespaces_of_their_own_get_their_own_records(bare: Any) -> None:

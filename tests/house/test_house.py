@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "guard": {"rows", "packed", "forward", "models", "kernels"},
     "handle": {"guard", "rows", "prefix", "packed", "forward", "models", "db", "kernels"},
     "memoization": {"handle", "guard", "maps", "forward", "models", "embed", "db", "mmap", "kernels"},
-    "serve": {"memoization", "forward"},
+    "serve": {"memoization", "guard", "forward"},
     "ray": {"serve", "memoization", "db"},
     "fastseq": {"kernels", "models"},
 }

@@ -108,6 +108,17 @@ class TestEvidence:
         assert evidence([changed], EVERYTHING, full({})).evidence.tolist() == [Evidence.UNKNOWN]
         assert evidence([changed], EVERYTHING, table).evidence.tolist() == [Evidence.FULLY]
 
+    def test_words_of_one_group_that_were_never_exchanged_are_known_freely(self) -> None:
+        changed = [1, 2, 9, 4, 5, 6]
+        gaps = learned(RECORD, changed)
+        assert gaps.word.tolist() == [1]
+        known = {int(gaps.slot[0]): (Mark.SLOT, 2), int(gaps.former[0]): (Mark.VALUE, 7)}
+        for group, wanted in ((7, Evidence.FREELY), (8, Evidence.UNKNOWN)):
+            table = full(known | {int(gaps.value[0]): (Mark.VALUE, group)})
+            assert evidence([changed], EVERYTHING, table).evidence.tolist() == [wanted]
+            exchanged = full(known | {int(gaps.value[0]): (Mark.VALUE, group), int(gaps.change[0]): (Mark.CHANGE, 0)})
+            assert evidence([changed], EVERYTHING, exchanged).evidence.tolist() == [Evidence.FULLY]
+
     def test_a_record_whose_own_answer_is_unsure_does_not_serve_a_known_change(self) -> None:
         changed = [1, 2, 9, 4, 5, 6]
         gaps = learned(RECORD, changed)

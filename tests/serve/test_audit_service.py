@@ -23,11 +23,14 @@ def _audit() -> Any:
     return found
 
 
-@pytest.mark.parametrize(("task", "classes"), [("embedding", None), ("classifier", 3), ("reranker", 1)])
+@pytest.mark.parametrize(
+    ("task", "classes"), [("embedding", None), ("classifier", 3), ("reranker", 1), ("tagger", None)]
+)
 def test_answers_of_an_exact_service_never_differ(
     audit: Any, task: str, classes: int | None, tmp_path: Path
 ) -> None:
-    with living(tiny(tmp_path, classes), database=None, budget=0) as live:
+    tags = ("O", "B-A", "I-A") if task == "tagger" else ()
+    with living(tiny(tmp_path, classes, tags), database=None, budget=0) as live:
         found = audit.audit(live.url, TEXTS)
     assert (found["task"], found["changed"], found["texts"]) == (task, 0, len(TEXTS))
     assert found["at_most"] == pytest.approx(1 - 0.05 ** (1 / len(TEXTS)))

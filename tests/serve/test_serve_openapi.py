@@ -19,6 +19,7 @@ NAMES = {  # path: body, answer, operation
     "/embed_all": ("EmbedAllRequest", "EmbedAllResponse", "embed_all"),
     "/predict": ("PredictRequest", "PredictResponse", "predict"),
     "/rerank": ("RerankRequest", "RerankResponse", "rerank"),
+    "/spans": ("SpansRequest", "SpansResponse", "spans"),
     "/similarity": ("SimilarityRequest", "SimilarityResponse", "similarity"),
     "/tokenize": ("TokenizeRequest", "TokenizeResponse", "tokenize"),
     "/decode": ("DecodeRequest", "DecodeResponse", "decode"),
@@ -28,7 +29,7 @@ PARTS = {
     "Input", "InputType", "InputIds", "PredictInput", "TokenizeInput", "SimilarityInput", "SimilarityParameters",
     "TruncationDirection", "EncodingFormat", "Embedding", "Prediction", "Rank", "SimpleToken", "OpenAICompatEmbedding",
     "OpenAICompatUsage", "ErrorResponse", "ErrorType", "OpenAICompatErrorResponse", "Info", "ModelType",
-    "EmbeddingModel", "ClassifierModel", "EmbedSparseRequest",
+    "EmbeddingModel", "ClassifierModel", "EmbedSparseRequest", "Span", "SpansParameters",
 }  # fmt: skip
 ANSWERED: list[tuple[str, str, Any]] = [
     ("embeds", "/embed", {"inputs": ["alpha", [2, 5, 3]]}),
@@ -44,6 +45,9 @@ ANSWERED: list[tuple[str, str, Any]] = [
     ("classifies", "/predict", {"inputs": [["alpha"], ["beta", "gamma"]]}),
     ("ranks", "/rerank", {"query": "alpha", "texts": ["beta"], "return_text": True}),
     ("ranks", "/", {"query": "alpha", "texts": ["beta"]}),
+    ("tags", "/spans", {"inputs": "alpha beta"}),
+    ("tags", "/", {"inputs": ["alpha beta", "gamma 7"], "parameters": {"aggregation_strategy": "simple"}}),
+    ("classifies", "/spans", {"inputs": "alpha"}),
     ("embeds", "/embed", {"inputs": []}),
     ("embeds", "/embed", {"inputs": 3}),
     ("embeds", "/embed", {"inputs": [99_999]}),
@@ -59,9 +63,9 @@ def _lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Live]
     make = tmp_path_factory.mktemp
     with (
         living(tiny(make("e"), None), api_key="key") as embeds, living(tiny(make("c"), 3)) as classifies,
-        living(tiny(make("r"), 1)) as ranks,
+        living(tiny(make("r"), 1)) as ranks, living(tiny(make("t"), None, ("O", "B-A", "I-A"))) as tags,
     ):  # fmt: skip
-        yield {"embeds": embeds, "classifies": classifies, "ranks": ranks}
+        yield {"embeds": embeds, "classifies": classifies, "ranks": ranks, "tags": tags}
 
 
 @pytest.fixture(scope="module", name="documents")

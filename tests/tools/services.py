@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +39,16 @@ def minilm() -> str:
     return str(package.get_model_path())
 
 
-def tiny(folder: Path, classes: int | None) -> str:
-    """A BERT of random weights; `classes`: 1 reranks, more classify, None embeds."""
+def tiny(folder: Path, classes: int | None, tags: Sequence[str] = ()) -> str:
+    """A BERT of random weights; `classes`: 1 reranks, more classify, None embeds; or it tags tokens with these."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+        BertModel,
+        PreTrainedTokenizerFast,
+    )
 
     torch.manual_seed(0)
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS, *map(str, range(100))]
@@ -59,6 +65,8 @@ def tiny(folder: Path, classes: int | None) -> str:
         max_position_embeddings=64, num_labels=classes or 2,
     )  # fmt: skip
     kind = BertModel if classes is None else BertForSequenceClassification
+    if tags:
+        kind, config.id2label = BertForTokenClassification, dict(enumerate(tags))
     kind(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
