@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("bart", "t5", "gpt2", "llama", "qwen2", "qwen3")
+FAMILIES = ("bart", "marian", "t5", "gpt2", "llama", "qwen2", "qwen3")
 _SHAPED = ("output_attentions", "output_hidden_states")  # of other shapes with a cache
 WAYS = ("stock", "wrap", "accelerate")
 HERE = Path(__file__)

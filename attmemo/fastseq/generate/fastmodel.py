@@ -184,8 +184,7 @@ class FastModel:
 
     def _fast(self, state: CallState, kwargs: dict[str, Any], *, plain: bool = False) -> Any:
         # plain: transformers' own generate, also where the model has one of its own around it (Whisper).
-        stand_ins = None if state.packed is None else state.packed.stand_ins
-        copy = private_copy(self._model, beam_attention.NAME, state, also=SWAPPED, stand_ins=stand_ins)
+        copy = private_copy(self._model, beam_attention.NAME, state, also=SWAPPED)
         swap_modules(copy, state)
 
         def loop(
