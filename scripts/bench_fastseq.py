@@ -193,9 +193,8 @@ SHAPES: dict[str, Callable[[], Any]] = {
 
 def make_tokenizer(config: Any) -> PreTrainedTokenizerFast:
     """One word for each id: texts of a wished length, and something to decode."""
-    places = dict(zip(SPECIAL, (config.bos_token_id, config.pad_token_id, config.eos_token_id, 3), strict=True))
-    if config.bos_token_id is None:
-        places["<s>"] = 0
+    begin = getattr(config, "bos_token_id", None)
+    places = dict(zip(SPECIAL, (begin or 0, config.pad_token_id, config.eos_token_id, 3), strict=True))
     free = [number for number in range(config.vocab_size) if number not in places.values()]
     places |= {f"w{name}": number for name, number in enumerate(free)}
     tokenizer = Tokenizer(models.WordLevel(places, unk_token="<unk>"))
