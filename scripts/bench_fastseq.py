@@ -595,7 +595,8 @@ def table_of_types(record: dict[str, Any]) -> str:
                 f"| {name} | {seconds:.2f} | {first / seconds:.2f}x | {row['seconds'][name]:.2f} "
                 f"| {row['same'][name]} of {row['batch']} | {seconds / row['new'] * 1e3:.1f} | {floor} |"
             )
-    return "\n".join(lines + table_of_quality(record.get("quality"))) + "\n"
+    lines += table_of_quality(record.get("quality")) + table_of_partings(record.get("bfloat16", []))
+    return "\n".join(lines) + "\n"
 
 
 def table_of_quality(quality: dict[str, Any] | None) -> list[str]:
@@ -620,7 +621,7 @@ def table_of_quality(quality: dict[str, Any] | None) -> list[str]:
         lines.append(
             f"| {row['task']} | {row['search']} | {row['type']} | {row['equal']} of {row['lines']} | {scores} |"
         )
-    return lines + table_of_partings(quality.get("bfloat16", []))
+    return lines
 
 
 def table_of_partings(tasks: list[dict[str, Any]]) -> list[str]:
@@ -629,7 +630,7 @@ def table_of_partings(tasks: list[dict[str, Any]]) -> list[str]:
         return []
     lines = [
         "",
-        "### Where texts in bfloat16 part",
+        "## Where texts in bfloat16 part",
         "",
         "Greedy, against transformers in bfloat16. Equal with eager: texts of transformers that stay the same when it "
         "computes attention\neager, not by SDPA. The other columns are of the first step at which a text of fastseq "

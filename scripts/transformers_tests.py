@@ -34,7 +34,10 @@ FAMILIES = ("bart", "marian", "t5", "gpt2", "llama", "qwen2", "qwen3")
 _SHAPED = ("output_attentions", "output_hidden_states")  # of other shapes with a cache
 WAYS = ("stock", "wrap", "accelerate")
 HERE = Path(__file__)
-OTHERS = ("test_fsdp_mixin", "test_pipeline_mixin", "test_tensor_parallel_mixin", "test_training_mixin")
+OTHERS = (
+    "test_fsdp_mixin", "test_pipeline_mixin", "test_tensor_parallel_mixin", "test_training_mixin", "exporters",
+    "exporters.test_export",
+)  # fmt: skip
 HELPERS = "src/transformers/testing_utils.py"
 
 
