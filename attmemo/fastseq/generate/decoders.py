@@ -119,8 +119,8 @@ class PackedDecoder:
         size = sum(layer.inputs * layer.outputs for layer in self.stack.blocks.panels)
         pays = (dtype, weights) == (torch.float32, None) and size >= _WORTH and self.vocabulary.is_rough
         self.draft = PackedStack(decoder, Linear8) if pays else None
-        stacks = [stack.blocks for stack in (self.stack, self.encoder, self.draft) if stack is not None]
-        self.nbytes = sum(part.nbytes for part in (*stacks, *self.crosses, self.vocabulary))
+        kept = [stack.blocks.nbytes for stack in (self.stack, self.encoder, self.draft) if stack is not None]
+        self.nbytes = sum(kept) + sum(layer.nbytes for layer in self.crosses) + self.vocabulary.nbytes
 
     @property
     def step_bytes(self) -> int:
