@@ -1,5 +1,5 @@
 /*
- * decode.c: all layers of a decoder, for the next token of some rows, in one call.   Module attmemo.kernels._decode.
+ * decode.c: all layers of a decoder or an encoder, for some rows, in one call.   Module attmemo.kernels._decode.
  *
  * A step of a decoder is some dozens of calls a layer in torch, each of a few microseconds of work where rows are few. Here it
  * is one call. Linear layers and norms are those of linear.c (see linear_face.h), attention is decode_kernel.h's.
@@ -15,7 +15,10 @@
  * a second by it and at 15e9 by vectors; with four rows, as fast by both. All give the same integers.
  *
  * A row writes its own key to the slot of its own number, and no other row of the step does. A row's result depends on
- * this row alone: neither on the others nor on the number of threads.
+ * what it sees alone: neither on other rows nor on the number of threads. So tokens that follow each other get the bits in
+ * one call that they get one by one.
+ *
+ * PROMPTS AND SOURCES are read whole: each layer of all their tokens, keys and values where shared ones lie.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -567,18 +570,17 @@ static const char *find_mismatch(const Step *step, const Py_buffer *chunks, cons
 
 PyDoc_STRVAR(run_doc,
              "run($module, decoder, rows, own, turns, bias, shared, ways, threads, /)\n--\n\n"
-             "Rows through all layers. rows: (how many, how many of them a sample has, how they go on: 0, each row is the next\n"
-             "token of a hypothesis of its own; 1, those of a sample are tokens of one that follow each other; 2, they are all\n"
-             "tokens of the samples, whose keys and values are written to `shared`, and each sees those before it; 3, the same,\n"
-             "and each sees all). own, empty for 2 and 3:\n"
-             "(uint64 addresses of the chunks, int32 table [hypotheses, span], span, keys so far, slots of a chunk). turns: (int32\n"
-             "position of each row, address of the cosines, of the sines, angles of a position, positions). bias: (address,\n"
-             "numbers of a head), of the largest distance first, or (0, 0); for 3, from the largest distance back to the largest\n"
-             "ahead. shared: (uint64 addresses of keys [layers,\n"
-             "samples], of values, int64 keys of each sample), or empty. ways: addresses of the hidden states, which the\n"
-             "result takes the place of; of Q, K and V; of what attention gives; of what the layer behind it gives, and that\n"
-             "of cross-attention; of what lies between the feed-forward layers; of rows that are normed. The caller vouches\n"
-             "for the addresses.\n\nRaises ValueError before anything is written, or MemoryError.");
+             "Rows through all layers. rows: (how many, how many of them a sample has, how they go on). 0: each row is the next\n"
+             "token of a text of its own. 1: those of a sample are tokens of one text that follow each other. 2: they are all\n"
+             "tokens of the samples; keys and values are written to `shared`, and a token sees those before it. 3: as 2, and\n"
+             "each sees all. own, empty for 2 and 3: (uint64 addresses of the chunks, int32 table [texts, span], span, keys so\n"
+             "far, slots of a chunk). turns: (int32 position of each row, address of the cosines, of the sines, angles of a\n"
+             "position, positions). bias: (address, numbers of a head), of the largest distance back first, or (0, 0); for 3,\n"
+             "of the largest distance ahead last. shared: (uint64 addresses of keys [layers, samples], of values, int64 keys\n"
+             "of each sample), or empty. ways: addresses of the hidden states, which the result takes the place of; of Q, K\n"
+             "and V; of what attention gives; of what the layer behind it gives, and that of cross-attention; of what lies\n"
+             "between the feed-forward layers; of rows that are normed. The caller vouches for the addresses.\n\n"
+             "Raises ValueError before anything is written, or MemoryError.");
 
 static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
