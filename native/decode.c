@@ -1,5 +1,5 @@
 /*
- * decode.c: all layers of a decoder, for the next token of some rows, in one call.   Module attmemo.kernels._decode.
+ * decode.c: all layers of a decoder or an encoder, for some rows, in one call.   Module attmemo.kernels._decode.
  *
  * A step of a decoder is some dozens of calls a layer in torch, each of a few microseconds of work where rows are few. Here it
  * is one call. Linear layers and norms are those of linear.c (see linear_face.h), attention is decode_kernel.h's.
@@ -15,7 +15,10 @@
  * a second by it and at 15e9 by vectors; with four rows, as fast by both. All give the same integers.
  *
  * A row writes its own key to the slot of its own number, and no other row of the step does. A row's result depends on
- * this row alone: neither on the others nor on the number of threads.
+ * what it sees alone: neither on other rows nor on the number of threads. So tokens that follow each other get the bits in
+ * one call that they get one by one.
+ *
+ * PROMPTS AND SOURCES are read whole: each layer of all their tokens, keys and values where shared ones lie.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -32,7 +35,7 @@
 #include "team.h"
 
 enum { QKV, OUT, CROSS_Q, CROSS_OUT, UP, DOWN, LAYERS };
-enum { FEWEST = 3, ROOM = 64, MOST_THREADS = 1024, MOST_KEYS = 1 << 24, MOST_ROWS = 1 << 20 };
+enum { FEWEST = 3, ROOM = 64, TOGETHER = 32, MOST_THREADS = 1024, MOST_KEYS = 1 << 24, MOST_ROWS = 1 << 20 };
 
 static const DecodeKernel *const kernels[] = { /* best first */
 #if defined(__x86_64__)
@@ -74,6 +77,9 @@ typedef struct {
     const uint64_t *chunks;
     const int32_t *table;
     size_t span, length, slots; /* span: of a line of the table; length: own keys before this step */
+    bool chained;               /* rows of a sample are tokens that follow each other */
+    bool reads, causal;         /* all tokens of samples are read; a token sees those before it, or all */
+    size_t *begins;             /* of each sample that is read its first row */
     const int32_t *positions;
     const float *cosine, *sine;
     size_t half;
@@ -245,17 +251,31 @@ static char *place_of(const Step *step, size_t layer, bool values, size_t slot, 
            ((plane * decoder->keys + head) * ROOM + position % ROOM) * decoder->padded * decoder->item;
 }
 
-/* Key and value of the step's own token: of one row and head. */
-static void store(const Step *step, size_t layer, size_t row, size_t head)
+/* The key of a row's token, or its value: of one head. */
+static void store(const Step *step, bool values, size_t row, size_t head, char *to)
 {
     const Decoder *decoder = step->decoder;
     const size_t bytes = decoder->width * decoder->item, all = decoder->queries + 2 * decoder->keys;
-    const char *line = step->projected + row * all * bytes;
-    for (int values = 0; values < 2; values++) {
-        char *to = place_of(step, layer, values, row, head, step->length);
-        memcpy(to, line + (decoder->queries + (values ? decoder->keys : 0) + head) * bytes, bytes);
-        memset(to + bytes, 0, decoder->padded * decoder->item - bytes);
-    }
+    memcpy(to, step->projected + (row * all + decoder->queries + (values ? decoder->keys : 0) + head) * bytes, bytes);
+    memset(to + bytes, 0, decoder->padded * decoder->item - bytes);
+}
+
+/* The line of the table that a row goes by, which is also the slot that it writes to. */
+static size_t line_of(const Step *step, size_t row)
+{
+    return step->chained ? row / step->beams : row;
+}
+
+/* Own keys of a row before its token. */
+static size_t length_of(const Step *step, size_t row)
+{
+    return step->length + (step->chained ? row % step->beams : 0);
+}
+
+/* Own keys of a row at most, its token's among them. */
+static size_t most_keys(const Step *step)
+{
+    return step->length + (step->chained ? step->beams : 1);
 }
 
 static void attend_some(void *argument)
@@ -268,7 +288,7 @@ static void attend_some(void *argument)
     const size_t bytes = decoder->width * decoder->item;
     const size_t line = job->own ? (decoder->queries + 2 * decoder->keys) * bytes : decoder->queries * bytes;
     const size_t group = decoder->queries / decoder->keys, tasks = step->samples * decoder->keys;
-    const Run **own = (const Run **)(runs + step->beams * (step->length + 1));
+    const Run **own = (const Run **)(runs + step->beams * most_keys(step));
     size_t *counts = (size_t *)(own + step->beams);
     for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < tasks;) {
         const size_t sample = task / decoder->keys, head = task % decoder->keys, row = sample * step->beams;
@@ -278,7 +298,9 @@ static void attend_some(void *argument)
             counts[beam] = 0;
             if (!job->own)
                 continue;
-            store(step, job->layer, row + beam, head);
+            for (int values = 0; values < 2; values++)
+                store(step, values, row + beam, head,
+                      place_of(step, job->layer, values, line_of(step, row + beam), head, length_of(step, row + beam)));
             for (size_t i = step->firsts[row + beam]; i < step->firsts[row + beam + 1]; i++, run++) {
                 const Stretch *stretch = &step->stretches[i];
                 const size_t position = stretch->chunk * ROOM + stretch->at;
@@ -301,7 +323,9 @@ static void attend_some(void *argument)
                                .out_line = decoder->queries * bytes,
                                .own = own,
                                .runs = counts,
-                               .count = job->own ? step->length + 1 : 0};
+                               .count = job->own ? step->length + 1 : 0,
+                               .grows = job->own && step->chained,
+                               .slides = step->chained};
         if (job->own && step->bias)
             attending.bias = step->bias + head * step->bias_line + step->bias_line - 1 - step->length;
         if (job->shared) {
@@ -309,8 +333,60 @@ static void attend_some(void *argument)
             attending.shared = (Run){(const char *)(uintptr_t)step->keys[place] + head * many,
                                      (const char *)(uintptr_t)step->values[place] + head * many,
                                      (size_t)step->lengths[sample]};
+            attending.unbiased = attending.shared.count;
         }
         decoder->attention->attend(&attending, (float *)scratch);
+    }
+}
+
+/* The tokens of samples see each other: TOGETHER of them at a time. Keys and values go to where shared ones lie. */
+static void attend_read(void *argument)
+{
+    Job *job = argument;
+    const Step *step = job->step;
+    const Decoder *decoder = step->decoder;
+    char *scratch = step->scratch + atomic_fetch_add(&job->threads, 1) * step->scratch_bytes;
+    Run *own = (Run *)(scratch + step->floats * sizeof(float));
+    const Run **runs = (const Run **)(own + TOGETHER);
+    size_t *counts = (size_t *)(runs + TOGETHER);
+    const size_t bytes = decoder->width * decoder->item, line = (decoder->queries + 2 * decoder->keys) * bytes;
+    const size_t group = decoder->queries / decoder->keys, tasks = step->samples * decoder->keys;
+    for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < tasks;) {
+        const size_t sample = task / decoder->keys, head = task % decoder->keys, place = job->layer * step->samples + sample;
+        const size_t count = (size_t)step->lengths[sample], next = decoder->padded * decoder->item;
+        char *keys = (char *)(uintptr_t)step->keys[place] + head * count * next;
+        char *values = (char *)(uintptr_t)step->values[place] + head * count * next;
+        for (size_t i = 0; i < count; i++) {
+            store(step, false, step->begins[sample] + i, head, keys + i * next);
+            store(step, true, step->begins[sample] + i, head, values + i * next);
+        }
+        for (size_t first = 0; first < count; first += TOGETHER) {
+            const size_t rows = count - first < TOGETHER ? count - first : TOGETHER, row = step->begins[sample] + first;
+            for (size_t i = 0; i < rows; i++) {
+                own[i] = (Run){keys + first * next, values + first * next, i + 1};
+                runs[i] = &own[i];
+                counts[i] = step->causal;
+            }
+            Attending attending = {.type = decoder->links[0].layers[QKV].type,
+                                   .width = decoder->width,
+                                   .padded = decoder->padded,
+                                   .root = decoder->root,
+                                   .rows = rows,
+                                   .group = group,
+                                   .query = step->projected + row * line + head * group * bytes,
+                                   .query_line = line,
+                                   .out = step->context + (row * decoder->queries + head * group) * bytes,
+                                   .out_line = decoder->queries * bytes,
+                                   .shared = {keys, values, step->causal ? first : count},
+                                   .own = runs,
+                                   .runs = counts,
+                                   .count = step->causal,
+                                   .grows = step->causal,
+                                   .slides = true};
+            if (step->bias)
+                attending.bias = step->bias + head * step->bias_line + step->bias_line / 2 - first;
+            decoder->attention->attend(&attending, (float *)scratch);
+        }
     }
 }
 
@@ -318,18 +394,24 @@ static void attend(const Step *step, size_t layer, bool own, bool shared)
 {
     Job job = {.step = step, .layer = layer, .own = own, .shared = shared};
     const size_t tasks = step->samples * step->decoder->keys;
-    share(attend_some, &job, step->threads < tasks ? step->threads : tasks);
+    share(step->reads ? attend_read : attend_some, &job, step->threads < tasks ? step->threads : tasks);
 }
 
-/* Where the own keys of each row lie, this step's among them. */
-static void find_stretches(const Step *step)
+/* Where the own keys of each row lie, this step's among them; of samples that are read, where their rows begin. */
+static void find_places(const Step *step)
 {
+    if (step->reads) {
+        for (size_t sample = 0, row = 0; sample < step->samples; row += (size_t)step->lengths[sample++])
+            step->begins[sample] = row;
+        return;
+    }
     Stretch *next = step->stretches;
     for (size_t row = 0; row < step->rows; row++) {
         step->firsts[row] = (size_t)(next - step->stretches);
         Stretch *last = NULL;
-        for (size_t position = 0; position <= step->length; position++) {
-            const size_t slot = position < step->length ? (size_t)step->table[row * step->span + position] : row;
+        const size_t line = line_of(step, row);
+        for (size_t position = 0; position <= length_of(step, row); position++) {
+            const size_t slot = position < step->length ? (size_t)step->table[line * step->span + position] : line;
             if (!last || last->slot != slot || position % ROOM == 0) {
                 last = next++;
                 *last = (Stretch){.chunk = position / ROOM, .slot = slot, .at = position % ROOM};
@@ -420,20 +502,21 @@ static char *take_memory(Step *step)
 {
     const Decoder *decoder = step->decoder;
     const size_t tasks = step->samples * decoder->keys, group = decoder->queries / decoder->keys;
-    size_t keys = step->length + 1, longest = 0;
+    const size_t keys = step->reads ? TOGETHER : most_keys(step), together = step->reads ? TOGETHER : step->beams;
+    size_t longest = 0;
     for (size_t i = 0; step->lengths && i < step->samples; i++)
         longest = (size_t)step->lengths[i] > longest ? (size_t)step->lengths[i] : longest;
-    step->floats = round_to(scratch_floats(step->beams * group, decoder->padded, keys + longest), PART);
-    step->scratch_bytes = round_to(step->floats * sizeof(float) + step->beams * keys * sizeof(Run) +
-                                       step->beams * (sizeof(Run *) + sizeof(size_t)),
+    step->floats = round_to(scratch_floats(together * group, decoder->padded, keys + longest), PART);
+    step->scratch_bytes = round_to(step->floats * sizeof(float) + together * (step->reads ? 1 : keys) * sizeof(Run) +
+                                       together * (sizeof(Run *) + sizeof(size_t)),
                                    LINE);
     const size_t threads = step->threads < tasks ? step->threads : tasks;
-    const size_t stretches = round_to(step->rows * keys * sizeof(Stretch), LINE);
+    const size_t stretches = step->reads ? 0 : round_to(step->rows * keys * sizeof(Stretch), LINE);
     void *memory;
     if (posix_memalign(&memory, LINE, stretches + (step->rows + 1) * sizeof(size_t) + LINE + threads * step->scratch_bytes))
         return NULL;
     step->stretches = memory;
-    step->firsts = (size_t *)((char *)memory + stretches);
+    step->firsts = step->begins = (size_t *)((char *)memory + stretches);
     step->scratch = (char *)memory + stretches + round_to((step->rows + 1) * sizeof(size_t), LINE);
     return memory;
 }
@@ -445,23 +528,35 @@ static const char *find_mismatch(const Step *step, const Py_buffer *chunks, cons
 {
     const Decoder *decoder = step->decoder;
     const size_t places = decoder->count * step->samples * sizeof(uint64_t);
-    if ((size_t)chunks->len / sizeof(uint64_t) * ROOM <= step->length)
+    const size_t lines = step->chained ? step->samples : step->rows;
+    if (step->reads && !step->keys)
+        return "there is no place for what is read";
+    if (step->reads && decoder->crosses)
+        return "decoders with cross-attention read no prompt";
+    if (!step->reads && (size_t)chunks->len / sizeof(uint64_t) * ROOM < most_keys(step))
         return "there is no chunk for the new position";
-    if ((size_t)table->len != step->rows * step->span * sizeof(int32_t) || step->span < step->length)
+    if (!step->reads && ((size_t)table->len != lines * step->span * sizeof(int32_t) || step->span < step->length))
         return "the table does not fit the rows";
-    for (size_t row = 0; row < step->rows; row++)
+    for (size_t row = 0; !step->reads && row < lines; row++)
         for (size_t i = 0; i < step->length; i++)
             if (step->table[row * step->span + i] < 0 || (size_t)step->table[row * step->span + i] >= step->slots)
                 return "the table names a slot that is not there";
     if (step->keys && ((size_t)keys->len != places || (size_t)values->len != places ||
                        (size_t)lengths->len != step->samples * sizeof(int64_t)))
         return "shared keys do not fit the samples";
-    for (size_t i = 0; step->keys && i < step->samples; i++)
+    size_t all = 0, longest = 0;
+    for (size_t i = 0; step->keys && i < step->samples; i++) {
         if (step->lengths[i] < 1 || step->lengths[i] > MOST_KEYS)
             return "a sample has no shared keys";
+        all += (size_t)step->lengths[i];
+        longest = (size_t)step->lengths[i] > longest ? (size_t)step->lengths[i] : longest;
+    }
+    if (step->reads && all != step->rows)
+        return "the rows are not those of the samples";
     if (decoder->crosses && !step->keys)
         return "there are no keys for cross-attention";
-    if (step->bias && step->bias_line <= step->length)
+    if (step->bias && (step->reads ? step->bias_line % 2 == 0 || step->bias_line / 2 + 1 < longest
+                                   : step->bias_line < most_keys(step)))
         return "there is no bias for a distance";
     if (decoder->turns) {
         if ((size_t)positions->len != step->rows * sizeof(int32_t) || step->half == 0 || 2 * step->half > decoder->width)
@@ -475,44 +570,55 @@ static const char *find_mismatch(const Step *step, const Py_buffer *chunks, cons
 
 PyDoc_STRVAR(run_doc,
              "run($module, decoder, rows, own, turns, bias, shared, ways, threads, /)\n--\n\n"
-             "The next token of some rows through all layers. rows: (how many, how many of them a sample has). own:\n"
-             "(uint64 addresses of the chunks, int32 table [rows, span], span, keys so far, slots of a chunk). turns: (int32\n"
-             "position of each row, address of the cosines, of the sines, angles of a position, positions). bias: (address,\n"
-             "numbers of a head), of the largest distance first, or (0, 0). shared: (uint64 addresses of keys [layers,\n"
-             "samples], of values, int64 keys of each sample), or empty. ways: addresses of the hidden states, which the\n"
-             "result takes the place of; of Q, K and V; of what attention gives; of what the layer behind it gives, and that\n"
-             "of cross-attention; of what lies between the feed-forward layers; of rows that are normed. The caller vouches\n"
-             "for the addresses.\n\nRaises ValueError before anything is written, or MemoryError.");
+             "Rows through all layers. rows: (how many, how many of them a sample has, how they go on). 0: each row is the next\n"
+             "token of a text of its own. 1: those of a sample are tokens of one text that follow each other. 2: they are all\n"
+             "tokens of the samples; keys and values are written to `shared`, and a token sees those before it. 3: as 2, and\n"
+             "each sees all. own, empty for 2 and 3: (uint64 addresses of the chunks, int32 table [texts, span], span, keys so\n"
+             "far, slots of a chunk). turns: (int32 position of each row, address of the cosines, of the sines, angles of a\n"
+             "position, positions). bias: (address, numbers of a head), of the largest distance back first, or (0, 0); for 3,\n"
+             "of the largest distance ahead last. shared: (uint64 addresses of keys [layers, samples], of values, int64 keys\n"
+             "of each sample), or empty. ways: addresses of the hidden states, which the result takes the place of; of Q, K\n"
+             "and V; of what attention gives; of what the layer behind it gives, and that of cross-attention; of what lies\n"
+             "between the feed-forward layers; of rows that are normed. The caller vouches for the addresses.\n\n"
+             "Raises ValueError before anything is written, or MemoryError.");
 
 static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *capsule;
     enum { CHUNKS, TABLE, POSITIONS, KEYS, VALUES, LENGTHS, BUFFERS };
+    enum { APART, CHAINED, PROMPT, SOURCE };
     Py_buffer given[BUFFERS] = {{0}};
     Py_ssize_t rows, beams, span, length, slots, half, angles, bias_line, threads;
+    int way;
     unsigned long long cosine, sine, bias, ways[7];
-    if (!PyArg_ParseTuple(args, "O(nn)(y*y*nnn)(y*KKnn)(Kn)(y*y*y*)(KKKKKKK)n:run", &capsule, &rows, &beams, &given[CHUNKS],
-                          &given[TABLE], &span, &length, &slots, &given[POSITIONS], &cosine, &sine, &half, &angles, &bias,
-                          &bias_line, &given[KEYS], &given[VALUES], &given[LENGTHS], &ways[0], &ways[1], &ways[2],
-                          &ways[3], &ways[4], &ways[5], &ways[6], &threads))
+    if (!PyArg_ParseTuple(args, "O(nni)(y*y*nnn)(y*KKnn)(Kn)(y*y*y*)(KKKKKKK)n:run", &capsule, &rows, &beams, &way,
+                          &given[CHUNKS], &given[TABLE], &span, &length, &slots, &given[POSITIONS], &cosine, &sine, &half,
+                          &angles, &bias, &bias_line, &given[KEYS], &given[VALUES], &given[LENGTHS], &ways[0], &ways[1],
+                          &ways[2], &ways[3], &ways[4], &ways[5], &ways[6], &threads))
         return NULL;
     bool fine = true, done = false;
     for (int i = 0; i < BUFFERS; i++)
         fine = fine && is_fine((uintptr_t)given[i].buf % sizeof(int32_t) == 0, "an array lies across its numbers");
     Decoder *decoder = fine ? PyCapsule_GetPointer(capsule, DECODER) : NULL;
-    if (decoder && is_fine(rows > 0 && rows <= MOST_ROWS && beams > 0 && rows % beams == 0 && span >= 0 && length >= 0 &&
-                               length < MOST_KEYS && slots >= rows && half >= 0 && bias_line >= 0 && threads > 0,
+    const bool reads = way >= PROMPT;
+    if (decoder && is_fine(rows > 0 && rows <= MOST_ROWS && beams > 0 && (reads || rows % beams == 0) && span >= 0 &&
+                               length >= 0 && length < MOST_KEYS && half >= 0 && bias_line >= 0 && threads > 0 &&
+                               way >= APART && way <= SOURCE && (reads || slots >= (way == CHAINED ? rows / beams : rows)),
                            "a size is out of range")) {
+        const size_t samples = reads ? (size_t)given[LENGTHS].len / sizeof(int64_t) : (size_t)(rows / beams);
         Step step = {.decoder = decoder,
                      .rows = (size_t)rows,
                      .beams = (size_t)beams,
-                     .samples = (size_t)(rows / beams),
+                     .samples = samples,
                      .threads = (size_t)(threads < MOST_THREADS ? threads : MOST_THREADS),
                      .chunks = given[CHUNKS].buf,
                      .table = given[TABLE].buf,
                      .span = (size_t)span,
                      .length = (size_t)length,
                      .slots = (size_t)slots,
+                     .chained = way == CHAINED,
+                     .reads = reads,
+                     .causal = way == PROMPT,
                      .positions = given[POSITIONS].buf,
                      .cosine = (const float *)(uintptr_t)cosine,
                      .sine = (const float *)(uintptr_t)sine,
@@ -536,7 +642,7 @@ static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
             Py_BEGIN_ALLOW_THREADS
             memory = take_memory(&step);
             if (memory) {
-                find_stretches(&step);
+                find_places(&step);
                 done = run_layers(&step);
             }
             free(memory);

@@ -7,6 +7,8 @@
 #ifndef ATTMEMO_DECODE_H
 #define ATTMEMO_DECODE_H
 
+#include <stdbool.h>
+
 #include "attention.h"
 
 enum { PART = 16 }; /* numbers: a whole number of vectors of every instruction set */
@@ -32,7 +34,10 @@ typedef struct {
     const Run *const *own; /* of each row */
     const size_t *runs;    /* how many */
     size_t count;          /* own keys of a row */
-    const float *bias;     /* is added to the scores of own keys, from the first one on; or NULL */
+    bool grows;            /* each row has one own key more than the row before */
+    const float *bias;     /* is added to the scores behind the first `unbiased` ones; or NULL */
+    size_t unbiased;
+    bool slides;           /* each row's bias begins one number before that of the row before */
 } Attending;
 
 typedef struct {

@@ -125,7 +125,8 @@ INLINE float weigh(float *scores, size_t keys)
 INLINE void attend_as(const Attending *given, float *scratch, enum type type)
 {
     const size_t queries = given->rows * given->group, padded = given->padded, width = given->width;
-    const size_t keys = given->shared.count + given->count, line = score_line(keys), bytes = width * item_bytes[type];
+    const size_t most = given->shared.count + given->count + (given->grows ? given->rows - 1 : 0);
+    const size_t line = score_line(most), bytes = width * item_bytes[type];
     float *wide = scratch, *results = wide + queries * padded, *scores = results + queries * padded;
     memset(wide, 0, 2 * queries * padded * sizeof *wide);
     for (size_t row = 0; row < given->rows; row++)
@@ -147,11 +148,13 @@ INLINE void attend_as(const Attending *given, float *scratch, enum type type)
         }
     }
     for (size_t q = 0; q < queries; q++) {
-        for (size_t i = 0; given->bias && i < given->count; i++)
-            scores[q * line + given->shared.count + i] += given->bias[i];
-        const float sum = weigh(scores + q * line, keys);
-        for (size_t i = 0; i < line; i += LANES)
-            STORE(scores + q * line + i) = LOAD(scores + q * line + i) / sum;
+        const size_t row = q / given->group, keys = given->shared.count + given->count + (given->grows ? row : 0);
+        float *some = scores + q * line;
+        for (size_t i = given->unbiased; given->bias && i < keys; i++)
+            some[i] += (given->bias - (given->slides ? row : 0))[i - given->unbiased];
+        const float part = 1 / weigh(some, keys);
+        for (size_t i = 0; i < keys; i += LANES)
+            STORE(some + i) *= part;
     }
 #define ADD_SHARED(n) add_run(&given->shared, scores + q * line, line, padded, type, n, results + q * padded)
     IN_GROUPS(0, queries, ADD_SHARED)

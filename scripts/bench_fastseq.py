@@ -17,7 +17,8 @@ get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, 
 python scripts/bench_fastseq.py --types --shape bart-large --length 128 --new 32 --rounds 2
 
 `--types` measures types instead, docs/fastseq-types.{json,md}: stock and `fastseq.accelerate` in float32, bfloat16 and
-8 bits, and CTranslate2 in those that it has for such a processor. Each runs in a process of its own, in turns; it runs
+8 bits, and CTranslate2 in those that it has for such a processor; for Qwen3's shape also llama.cpp (`--only`, `--beams
+1`), which wants the packages `gguf` and `llama-cpp-python`. Each runs in a process of its own, in turns; it runs
 greedy with one line, and beams with `--batch` lines, each once for a few tokens, and then for all, which counts.
 """
 
@@ -51,6 +52,8 @@ from transformers import (
     BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
+    MarianConfig,
+    MarianMTModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -71,6 +74,7 @@ TYPES = {  # name: engine, dtype, weights
     "bfloat16, int8": ("fastseq", "bfloat16", "int8"),
     "CTranslate2 float32": ("ctranslate2", "float32", None),
     "CTranslate2 int8": ("ctranslate2", "int8", None),
+    "llama.cpp Q8_0": ("llama.cpp", "Q8_0", None),  # greedy alone, of Qwen3 alone
 }
 RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "no cache", "ctranslate2")
 
@@ -97,6 +101,35 @@ def bart(width: int, layers: int, heads: int, vocabulary: int, positions: int) -
             normalize_before=False,  # in published checkpoints; CTranslate2 asks for it
         )
     )
+
+
+def marian(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Any:
+    """As published ones: the last word is for padding, and begins each text."""
+    last = vocabulary - 1
+    model = MarianMTModel(
+        MarianConfig(
+            vocab_size=vocabulary,
+            d_model=width,
+            encoder_layers=layers,
+            decoder_layers=layers,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_ffn_dim=4 * width,
+            decoder_ffn_dim=4 * width,
+            max_position_embeddings=positions,
+            activation_function="swish",
+            scale_embedding=True,
+            bos_token_id=0,
+            eos_token_id=2,
+            pad_token_id=last,
+            decoder_start_token_id=last,
+            forced_eos_token_id=None,
+            normalize_before=False,
+            normalize_embedding=False,
+        )
+    )
+    model.generation_config.bad_words_ids = [[last]]
+    return model
 
 
 def t5(width: int, layers: int, heads: int, vocabulary: int) -> Any:
@@ -147,24 +180,29 @@ def qwen3(width: int, layers: int, heads: int, key_heads: int, head: int, middle
 SHAPES: dict[str, Callable[[], Any]] = {
     "bart-large": lambda: bart(1024, 12, 16, 50265, 1026),
     "t5-base": lambda: t5(768, 12, 12, 32128),
+    "marian-base": lambda: marian(512, 6, 8, 58101, 1100),
     "gpt2-medium": lambda: gpt2(1024, 24, 16, 50257, 1280),
     "qwen3-0.6b": lambda: qwen3(1024, 28, 16, 8, 128, 3072, 151936),
     "tiny": lambda: bart(32, 2, 4, 200, 130),
+    "tiny-marian": lambda: marian(32, 2, 4, 200, 130),
     "tiny-t5": lambda: t5(32, 2, 4, 200),
     "tiny-gpt2": lambda: gpt2(32, 2, 4, 200, 256),
     "tiny-qwen3": lambda: qwen3(32, 2, 4, 2, 16, 64, 200),
 }
 
 
-def make_tokenizer(vocabulary: int, side: str) -> PreTrainedTokenizerFast:
+def make_tokenizer(config: Any) -> PreTrainedTokenizerFast:
     """One word for each id: texts of a wished length, and something to decode."""
-    words = SPECIAL + [f"w{number}" for number in range(vocabulary - len(SPECIAL))]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    begin = getattr(config, "bos_token_id", None)
+    places = dict(zip(SPECIAL, (begin or 0, config.pad_token_id, config.eos_token_id, 3), strict=True))
+    free = [number for number in range(config.vocab_size) if number not in places.values()]
+    places |= {f"w{name}": number for name, number in enumerate(free)}
+    tokenizer = Tokenizer(models.WordLevel(places, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>", unk_token="<unk>",
-        padding_side=side,
-    )
+        padding_side="right" if config.is_encoder_decoder else "left",
+    )  # fmt: skip
 
 
 class Peer:
@@ -284,8 +322,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     fresh = SHAPES[options.shape]().eval().to(getattr(torch, options.dtype))
     fresh.save_pretrained(folder)
-    side = "right" if fresh.config.is_encoder_decoder else "left"
-    make_tokenizer(fresh.config.vocab_size, side).save_pretrained(folder)
+    make_tokenizer(fresh.config).save_pretrained(folder)
     kind = type(fresh)
     del fresh
     loading = []
@@ -361,7 +398,7 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model: Any = None
     found: dict[str, Any] = {"packed_bytes": None}
-    if engine != "ctranslate2":
+    if engine in ("stock", "fastseq"):
         model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         if engine == "fastseq":
             model = fastseq.accelerate(model, weights=weights)
@@ -379,6 +416,10 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 )  # fmt: skip
                 peer.settings |= dict.fromkeys(names, new)
                 return peer(lines)
+        elif engine == "llama.cpp":
+            from llama_peer import LlamaPeer
+
+            generate = LlamaPeer(folder, new, length, batch, options.threads)  # type: ignore[assignment]
         else:
             settings = {"num_beams": beams, "no_repeat_ngram_size": ngrams, "do_sample": False}
 
@@ -420,9 +461,10 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     fresh = SHAPES[options.shape]().eval()
     fresh.save_pretrained(folder)
     config = fresh.config
-    make_tokenizer(config.vocab_size, "right" if config.is_encoder_decoder else "left").save_pretrained(folder)
+    make_tokenizer(config).save_pretrained(folder)
     del fresh
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or TYPES}
+    usual = [name for name in TYPES if name != "llama.cpp Q8_0"]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or usual}
     before = os.getloadavg()[0]
     names = list(runs)
     for first in [first for _ in range(options.rounds) for first in range(0, len(names), options.hold)]:
@@ -438,10 +480,7 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
                 runs[name].append(json.loads(done.stdout.splitlines()[-1]))
                 times = {setting: round(runs[name][-1][setting]["seconds"], 2) for setting in ("greedy", "beams")}
                 print(options.shape, name, times, f"{time.perf_counter() - begin:.0f} s in all", flush=True)
-    facts = conditions(options) | measured_at() | {
-        "ctranslate2": _version("ctranslate2"),
-        "load": [before, os.getloadavg()[0]],
-    }  # fmt: skip
+    facts = conditions(options) | made_of() | {"load": [before, os.getloadavg()[0]]}
     rows = []
     for setting, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
         expected = next(iter(runs.values()))[0][setting]["texts"]
@@ -468,6 +507,13 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     return rows
 
 
+def made_of() -> dict[str, Any]:
+    """Commit, date, and versions of what is compared with."""
+    peers = {name: _version(package) for name, package in
+             (("ctranslate2", "ctranslate2"), ("llama.cpp", "llama-cpp-python"))}  # fmt: skip
+    return measured_at() | peers
+
+
 def _version(package: str) -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -477,6 +523,34 @@ def _version(package: str) -> str | None:
         return None
 
 
+ROUNDED: Final = ("bfloat16", "int8", "bfloat16, int8")
+
+
+def summary_of_types(rows: list[dict[str, Any]]) -> list[str]:
+    """Float32 against float32, and the fastest type against the fastest of each peer, in CPU seconds."""
+    lines = [
+        "| shape | source | new | beams | texts | float32 over CTranslate2's | fastest type "
+        "| over CTranslate2's fastest | over llama.cpp | over stock float32 |",
+        "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|",
+    ]
+    for row in rows:
+        spent = row["cpu_seconds"]
+
+        def over(peer: float | None, own: float | None) -> str:
+            return "" if peer is None or own is None else f"{peer / own:.2f}x"
+
+        own = min((spent[name], name) for name in ROUNDED if name in spent)
+        peers = [value for name, value in spent.items() if name.startswith("CTranslate2 ")]
+        cells = [
+            row["shape"], f"{row['length']:,}", row["new"], row["beams"], row["batch"],
+            over(spent.get("CTranslate2 float32"), spent.get("float32")), own[1],
+            over(min(peers, default=None), own[0]), over(spent.get("llama.cpp Q8_0"), own[0]),
+            over(spent.get("stock float32"), own[0]),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
 def table_of_types(record: dict[str, Any]) -> str:
     """The record as Markdown."""
     rows = record["rows"]
@@ -484,15 +558,17 @@ def table_of_types(record: dict[str, Any]) -> str:
         "# fastseq: types measured",
         "",
         "From text to text, the least of the rounds, the encoder or the prompt included. Every type runs in a process "
-        "of its own, in\nturns. Equal texts: to those of stock float32. Random weights; with beams, n-gram 3.",
+        "of its own, in\nturns. Equal texts: to those of the first type. Random weights; with beams, n-gram 3.",
         "",
         "Where the load is above the number of cores, the machine was busy with other work: CPU seconds say more "
         "then, and ratios\nare those of CPU seconds. The floor is the time in which the decoder's packed weights are "
         "read once, as each step does,\nat the best rate at which torch summed 256 MiB in the same runs; it is left "
         "out where it is above what a token took.",
+        "",
+        *summary_of_types(rows),
     ]
     for row in rows:
-        first = next(iter(row["cpu_seconds"].values()))
+        base, first = next(iter(row["cpu_seconds"].items()))
         lines += [
             "",
             f"**{row['shape']}, {row['length']} source tokens, {row['new']} new, {row['beams']} "
@@ -502,7 +578,7 @@ def table_of_types(record: dict[str, Any]) -> str:
             f"{row['transformers']}, CTranslate2 {row['ctranslate2']}, {row['date']}, commit {row['commit']}, "
             f"{row['rounds_each']} rounds, load {row['load'][0]:.1f} to {row['load'][1]:.1f}",
             "",
-            "| type | CPU seconds | over stock float32 | seconds | equal texts | CPU ms a token | floor, ms |",
+            f"| type | CPU seconds | over {base} | seconds | equal texts | CPU ms a token | floor, ms |",
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for name, seconds in row["cpu_seconds"].items():
@@ -514,7 +590,8 @@ def table_of_types(record: dict[str, Any]) -> str:
                 f"| {name} | {seconds:.2f} | {first / seconds:.2f}x | {row['seconds'][name]:.2f} "
                 f"| {row['same'][name]} of {row['batch']} | {seconds / row['new'] * 1e3:.1f} | {floor} |"
             )
-    return "\n".join(lines + table_of_quality(record.get("quality"))) + "\n"
+    lines += table_of_quality(record.get("quality")) + table_of_partings(record.get("bfloat16", []))
+    return "\n".join(lines) + "\n"
 
 
 def table_of_quality(quality: dict[str, Any] | None) -> list[str]:
@@ -526,7 +603,8 @@ def table_of_quality(quality: dict[str, Any] | None) -> list[str]:
         "",
         "## Texts of trained weights",
         "",
-        f"torch {facts['torch']}, transformers {facts['transformers']}. A BART of width 96, trained for "
+        f"torch {facts['torch']}, transformers {facts['transformers']}, {facts.get('date')}, commit "
+        f"{facts.get('commit')}. A BART of width 96, trained for "
         f"{quality['steps']:,} steps, restores sentences;\nstories260K, a Llama of width 64, goes on with beginnings. "
         "ROUGE (F-measure) and BLEU: against the sentences, and against the\ntexts of stock float32.",
         "",
@@ -538,6 +616,39 @@ def table_of_quality(quality: dict[str, Any] | None) -> list[str]:
         lines.append(
             f"| {row['task']} | {row['search']} | {row['type']} | {row['equal']} of {row['lines']} | {scores} |"
         )
+    return lines
+
+
+def table_of_partings(tasks: list[dict[str, Any]]) -> list[str]:
+    """Where texts of bfloat16 part from those of transformers in bfloat16."""
+    if not tasks:
+        return []
+    lines = [
+        "",
+        "## Where texts in bfloat16 part",
+        "",
+        "Greedy, against transformers in bfloat16. Equal with eager: texts of transformers that stay the same when it "
+        "computes attention\neager, not by SDPA. The other columns are of the first step at which a text of fastseq "
+        "has another word. Gap: between the\nlogits of the two words, in transformers' bfloat16, in spacings of "
+        "bfloat16's numbers at that size. Float32 sides with: which word\nthe same weights prefer, computed in "
+        "float32. Float32's gap: in standard deviations of transformers' own error over the\nvocabulary at that step.",
+        "",
+        "| task | equal | equal with eager | parted | gap of 1 spacing | of 2 | of 4 | largest | float32 sides "
+        "with transformers | with fastseq | float32's gap, median | largest |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in tasks:
+        parted, equal = row["partings"], row["equal"]
+        gaps = [one["gap"] / one["spacing"] for one in parted]
+        errors = [abs(one["exact_gap"]) / one["off"] for one in parted]
+        near = [str(sum(gap <= most for gap in gaps)) for most in (1, 2, 4)]
+        sides = sum(one["exact_gap"] > 0 for one in parted)
+        cells = [
+            row["task"], f"{equal['fastseq']} of {row['lines']}", f"{equal['eager']} of {row['lines']}",
+            str(len(parted)), *near, f"{max(gaps):.0f}", str(sides), str(len(parted) - sides),
+            f"{statistics.median(errors):.1f}", f"{max(errors):.1f}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 

@@ -15,7 +15,7 @@ def prepare(
 ) -> object: ...
 def run(
     decoder: object,
-    rows: tuple[int, int],
+    rows: tuple[int, int, int],
     own: tuple[Addresses, npt.NDArray[np.int32], int, int, int],
     turns: tuple[npt.NDArray[np.int32], int, int, int, int],
     bias: tuple[int, int],

@@ -33,6 +33,8 @@ PART: Final = 16  # numbers: heads are filled up to a whole number of them
 _NO_ADDRESSES: Final = np.zeros(0, np.uint64)
 _NO_SHARED: Final = (_NO_ADDRESSES, _NO_ADDRESSES, np.zeros(0, np.int64))
 _NO_POSITIONS: Final = np.zeros(0, np.int32)
+_NO_OWN: Final = (_NO_ADDRESSES, _NO_POSITIONS, 0, 0, 0)
+_APART, _CHAINED, _PROMPT, _SOURCE = range(4)  # how rows go on: `native.run` tells
 
 join_torch(native.use_team)
 
@@ -148,21 +150,20 @@ class OwnKeys:
         self.chunks: list[Tensor] = []
         self.addresses = _NO_ADDRESSES
 
-    def make_room(self) -> None:
-        """For one more position."""
-        if self.length == len(self.chunks) * native.ROOM:
+    def make_room(self, more: int = 1) -> None:
+        """For so many more positions."""
+        while self.length + more > len(self.chunks) * native.ROOM:
             padded = -(-self.width // PART) * PART
             shape = (self.layers, 2, self.slots, self.heads, native.ROOM, padded)
             self.chunks.append(torch.empty(shape, dtype=self.dtype))
             self.addresses = np.array([chunk.data_ptr() for chunk in self.chunks], np.uint64)
-        if self.length == self.table.shape[1]:
+        while self.length + more > self.table.shape[1]:
             self.table = np.concatenate((self.table, np.zeros_like(self.table)), 1)
 
-    def add(self) -> None:
-        """One more position is filled."""
-        rows = len(self.table)
-        self.table[:, self.length] = np.arange(rows)
-        self.length += 1
+    def add(self, more: int = 1) -> None:
+        """So many more positions are filled."""
+        self.table[:, self.length : self.length + more] = np.arange(len(self.table))[:, None]
+        self.length += more
 
     def take(self, rows: npt.NDArray[np.int64]) -> None:
         """Row i goes on as a copy of row `rows[i]`; there may be more rows than before, up to those of `slots`."""
@@ -241,12 +242,17 @@ class DecoderStack:
         return weight, bias, norm.eps, 0, norm.centred
 
     @property
+    def panels(self) -> list[Panels]:
+        """Its linear layers."""
+        return [layer for block in self._blocks for layer in block.layers]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that its linear layers keep."""
-        return sum(layer.nbytes for block in self._blocks for layer in block.layers)
+        return sum(layer.nbytes for layer in self.panels)
 
     def step(
-        self, hidden: Tensor, beams: int, own: OwnKeys, shared: SharedKeys | None = None, *,
+        self, hidden: Tensor, beams: int, own: OwnKeys, shared: SharedKeys | None = None, *, chained: bool = False,
         positions: npt.NDArray[np.int32] | None = None, angles: tuple[Tensor, Tensor] | None = None,
         bias: Tensor | None = None, threads: int | None = None,
     ) -> Tensor:  # fmt: skip
@@ -259,9 +265,12 @@ class DecoderStack:
         beams : int
             Neighbouring rows that are of one sample.
         own : OwnKeys
-            Of R rows; gains a position.
+            Of R rows; gains a position. With `chained` of R / beams rows; gains `beams` positions.
         shared : SharedKeys, optional
             Of R / beams samples: what cross-attention sees; without cross-attention, what stands before the own keys.
+        chained : bool
+            Whether the rows of a sample are tokens of one text that follow each other. Each gets the bits that it
+            gets alone.
         positions : int32 ``[R]``, optional
             Which of the angles turn queries and keys.
         angles : two Tensors ``[positions, half]``, optional
@@ -277,37 +286,84 @@ class DecoderStack:
             Sizes or types do not fit each other.
         MemoryError
         """
-        rows, item = len(hidden), self.dtype.itemsize
-        if hidden.dtype != self.dtype or hidden.shape[1] != self.hidden or not hidden.is_contiguous():
-            raise ValueError(f"rows must be {self.dtype} [N, {self.hidden}] without gaps, not {tuple(hidden.shape)}")
+        lines, more = (len(hidden) // beams, beams) if chained else (len(hidden), 1)
         sizes = (self.layers, self.key_heads, self.width)
-        if len(own.table) != rows or (own.layers, own.heads, own.width) != sizes or own.dtype != self.dtype:
+        if len(own.table) != lines or (own.layers, own.heads, own.width) != sizes or own.dtype != self.dtype:
             raise ValueError("own keys do not fit rows and blocks")
         if shared is not None and (shared.layers, shared.heads, shared.width) != sizes:
             raise ValueError("shared keys do not fit the blocks")
+        own.make_room(more)
+        held = (own.addresses, own.table, own.table.shape[1], own.length, own.slots)
+        keys = _NO_SHARED if shared is None else (*shared.addresses, shared.lengths)
+        way = _CHAINED if chained else _APART
+        found = self._run(hidden, (len(hidden), beams, way), held, keys, positions, angles, bias, threads)
+        own.add(more)
+        return found
+
+    def read(
+        self, hidden: Tensor, shared: SharedKeys, *, causal: bool, positions: npt.NDArray[np.int32] | None = None,
+        angles: tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None, threads: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """All tokens of some samples through all blocks, and the last norm: ``[R, hidden]``.
+
+        Parameters
+        ----------
+        hidden : Tensor ``[R, hidden]``
+            Embedded tokens of all samples, one behind the other, without padding. Is written to.
+        shared : SharedKeys
+            Of as many tokens: keys and values are written to it. If it has one layer, each block writes over those of
+            the one before.
+        causal : bool
+            Whether a token sees those before it and itself alone, or all of its sample.
+        bias : Tensor ``[heads, 2 N - 1]``, optional
+            Not with `causal`. Of N - 1 tokens back first, of N - 1 tokens ahead last.
+        positions, angles, threads
+            As for `step`.
+
+        Raises
+        ------
+        ValueError
+            Sizes or types do not fit each other.
+        MemoryError
+        """
+        if (shared.heads, shared.width) != (self.key_heads, self.width) or shared.layers not in (1, self.layers):
+            raise ValueError("shared keys do not fit the blocks")
+        if causal and bias is not None:
+            raise ValueError("a prompt is read without a bias")
+        addresses = np.ascontiguousarray(np.broadcast_to(
+            shared.addresses, (2, self.layers, len(shared.lengths))
+        ))  # fmt: skip
+        rows = (len(hidden), 1, _PROMPT if causal else _SOURCE)
+        return self._run(hidden, rows, _NO_OWN, (*addresses, shared.lengths), positions, angles, bias, threads)
+
+    def _run(
+        self, hidden: Tensor, rows: tuple[int, int, int], own: Any, shared: Any,
+        positions: npt.NDArray[np.int32] | None, angles: tuple[Tensor, Tensor] | None, bias: Tensor | None,
+        threads: int | None,
+    ) -> Tensor:  # fmt: skip
+        count, item = len(hidden), self.dtype.itemsize
+        if hidden.dtype != self.dtype or hidden.shape[1] != self.hidden or not hidden.is_contiguous():
+            raise ValueError(f"rows must be {self.dtype} [N, {self.hidden}] without gaps, not {tuple(hidden.shape)}")
         if self.turned and (positions is None or angles is None):
             raise ValueError("queries are turned: positions and angles are missing")
         if bias is not None and (bias.dtype != torch.float32 or len(bias) != self.heads or not bias.is_contiguous()):
             raise ValueError(f"a bias must be float32 [{self.heads}, N] without gaps")
-        own.make_room()
         projected = (self.heads + 2 * self.key_heads) * self.width
         widths = (projected, self.heads * self.width, self.hidden, self.hidden, self._middle, self.hidden)
-        taken = [(rows * width * item + LINE - 1) // LINE * LINE for width in widths]
+        taken = [(count * width * item + LINE - 1) // LINE * LINE for width in widths]
         memory = torch.empty(sum(taken) + LINE, dtype=torch.uint8)
         begin = (memory.data_ptr() + LINE - 1) // LINE * LINE
         places: Any = tuple(accumulate(taken[:-1], initial=begin))
         native.run(
-            self._native, (rows, beams), (own.addresses, own.table, own.table.shape[1], own.length, own.slots),
+            self._native, rows, own,
             (_NO_POSITIONS, 0, 0, 0, 0) if positions is None or angles is None else _turns(positions, angles),
-            (0, 0) if bias is None else (bias.data_ptr(), bias.shape[1]),
-            _NO_SHARED if shared is None else (shared.addresses[0], shared.addresses[1], shared.lengths),
-            (hidden.data_ptr(), *places), torch.get_num_threads() if threads is None else threads,
+            (0, 0) if bias is None else (bias.data_ptr(), bias.shape[1]), shared, (hidden.data_ptr(), *places),
+            torch.get_num_threads() if threads is None else threads,
         )  # fmt: skip
-        own.add()
         if self.last is None:
             return hidden
         offset = places[-1] - memory.data_ptr()
-        return memory[offset : offset + rows * self.hidden * item].view(self.dtype).view(rows, self.hidden)
+        return memory[offset : offset + count * self.hidden * item].view(self.dtype).view(count, self.hidden)
 
 
 def attend_in_torch(

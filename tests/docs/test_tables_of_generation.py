@@ -56,15 +56,6 @@ def steps() -> Iterator[Row]:
         yield [""], [ratio[rung]]
 
 
-def types() -> Iterator[Row]:
-    rows = measured("fastseq-types.json")["rows"]
-    for shape, name, *_ in table_rows(page("fastseq-measured.md"), "| shape of | type |"):
-        both = [only(rows, shape=SHAPES[shape], beams=number)["cpu_seconds"] for number in (1, 4)]
-        values = [value for row in both for value in (row[name], row["stock float32"] / row[name])]
-        peer = f"CTranslate2 {name}"
-        yield [shape, name], values + [row["stock float32"] / row[peer] for row in both if peer in row]
-
-
 def on_a_gpu() -> Iterator[Row]:
     for name, length, *_ in table_rows(page("fastseq-measured.md"), "**On a GPU**"):
         row = setting("fastseq-gpu.json", SHAPES[name], count(length), lines=32)
@@ -93,7 +84,6 @@ TABLES: list[tuple[str, str, Iterator[Row]]] = [
     ("attention-op.md", "## On a GPU", attention()),
     ("attention-op.md", "## Exactness", exactness()),
     ("fastseq.md", "## At a glance", glance()),
-    ("fastseq-measured.md", "| shape of | type |", types()),
     ("fastseq-measured.md", "## When it pays", settings()),
     ("fastseq-measured.md", "| step | speed |", steps()),
     ("fastseq-measured.md", "**On a GPU**", on_a_gpu()),

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fastseq_models import CAUSAL, SEQ2SEQ, Pairs, both, inputs, make, pair_of
+from fastseq_models import SEQ2SEQ, Pairs, both, inputs, make, pair_of
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from attmemo import UnsupportedModelError, fastseq
+from attmemo.fastseq.generate import decoders, vocabulary
 from attmemo.fastseq.generate.decoders import why_not_packed
 from attmemo.kernels.linear8 import linear8_in_torch
 
@@ -55,8 +56,11 @@ def test_float32_tokens_are_those_of_stock(models: Pairs, family: str, setting: 
         assert torch.equal(expected, got), (padding, expected, got)
         assert len({tuple(row) for row in got.tolist()}) > 1, "every row the same: the model proves nothing"
         after = fast.stats()["counts"]
-        steps, packed = (after[name] - before.get(name, 0) for name in ("steps", "packed_steps"))
-        assert packed == steps - (family in CAUSAL), "a step ran elsewhere"  # a prompt is read by the model's own code
+        steps, packed, encoders = (
+            after.get(name, 0) - before.get(name, 0) for name in ("steps", "packed_steps", "packed_encoders")
+        )
+        assert packed == steps, "a step ran elsewhere"
+        assert encoders == (family in SEQ2SEQ), "an encoder ran elsewhere"
 
 
 @needs_kernels
@@ -246,6 +250,85 @@ def test_a_prompt_of_the_decoders_with_a_mask_runs_by_the_models_own_code(
     expected, got = both(model, fast, inputs("bart") | prompt, {"num_beams": 2})
     assert torch.equal(expected, got)
     assert fast.stats()["counts"]["packed_steps"] > before
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "greedy": {}, "n-gram 2": {"no_repeat_ngram_size": 2}, "sampling": {"do_sample": True, "top_k": 5},
+    "penalty": {"repetition_penalty": 1.3}, "to the end of the room": {"max_new_tokens": 40, "min_new_tokens": 40},
+}  # fmt: skip
+
+
+def with_a_draft(monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
+    monkeypatch.setattr(decoders, "_WORTH", 0)
+    monkeypatch.setattr(vocabulary, "_LEAST", 0)
+    fast = fastseq.accelerate(model)
+    assert fast._packed.draft is not None
+    return fast
+
+
+def alone(family: str) -> dict[str, Tensor]:
+    return {name: value[:1] for name, value in inputs(family).items()}
+
+
+@needs_kernels
+@pytest.mark.parametrize("setting", ALONE)
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "qwen3"])
+def test_words_that_8_bits_foresee_change_no_text(
+    monkeypatch: pytest.MonkeyPatch, family: str, setting: str
+) -> None:
+    model = make(family)
+    fast = with_a_draft(monkeypatch, model)
+    expected, got = both(model, fast, alone(family), {"min_new_tokens": 12, **ALONE[setting]})
+    assert torch.equal(expected, got)
+    counts = fast.stats()["counts"]
+    assert 0 < counts["foreseen"] <= counts["drafts"], "no word was foreseen: the test proves nothing"
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_a_draft_that_foresees_nothing_changes_no_text_and_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    model = make(family)
+    fast, other = with_a_draft(monkeypatch, model), with_a_draft(monkeypatch, make(family, seed=5))
+    fast._packed.draft = other._packed.draft
+    setting = {"max_new_tokens": 45, "min_new_tokens": 45, "no_repeat_ngram_size": 2}
+    expected, got = both(model, fast, alone(family), setting)
+    assert torch.equal(expected, got)
+    counts = fast.stats()["counts"]
+    assert counts["drafts"] < counts["steps"], "drafts were not given up"
+
+
+@needs_kernels
+def test_scores_and_processors_see_what_stock_shows_them_beside_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gpt2")
+    fast = with_a_draft(monkeypatch, model)
+    setting = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "bad_words_ids": [[7]]}
+    expected, got = both(model, fast, alone("gpt2"), setting)
+    assert torch.equal(expected.sequences, got.sequences)
+    for one, two in zip(expected.scores + expected.logits, got.scores + got.logits, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["marian", "pegasus"])
+def test_embeddings_are_scaled_where_the_model_scales_them(family: str) -> None:
+    model = make(family)
+    for part in (model.model.encoder, model.model.decoder):
+        part.embed_scale = 3.0
+    fast = fastseq.accelerate(model)
+    expected, got = both(model, fast, inputs(family, "right"), {"num_beams": 2})
+    assert torch.equal(expected, got)
+    assert fast.stats()["counts"]["packed_steps"] > 0
+
+
+@needs_kernels
+def test_prompts_that_end_in_padding_run_by_the_models_own_code(models: Pairs) -> None:
+    model, fast = pair(models, "gpt2")
+    before = fast.stats()["counts"].get("packed_steps", 0)
+    expected, got = both(model, fast, inputs("gpt2", "right"), {"num_beams": 2})
+    assert torch.equal(expected, got)
+    assert fast.stats()["counts"].get("packed_steps", 0) == before
 
 
 @needs_kernels

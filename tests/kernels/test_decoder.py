@@ -135,6 +135,102 @@ def test_a_row_has_the_same_bits_alone_and_beside_others() -> None:
         assert torch.equal(stack.step(hidden[3:4].clone(), 1, one)[0], whole[3])
 
 
+@pytest.mark.parametrize("attention", native.instruction_sets())
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_tokens_that_follow_each_other_have_the_bits_of_single_steps(
+    sizes: tuple[int, int, int], biased: bool, attention: str
+) -> None:
+    heads, key_heads, width = sizes
+    if biased and heads != key_heads:
+        pytest.skip("biases are those of heads that have keys of their own")
+    generator = torch.Generator().manual_seed(4)
+    stack = stack_of(weights_of(*sizes), *sizes, attention)
+    bias = drawn(generator, heads, 100) if biased else None
+    shared = SharedKeys(2, key_heads, width, [7], torch.float32)
+    for layer in (0, 1):
+        shared.put(layer, drawn(generator, 7, key_heads * width), drawn(generator, 7, key_heads * width))
+    one, many = (OwnKeys(2, key_heads, width, 1, torch.float32) for _ in range(2))
+    hidden = drawn(generator, 80, HIDDEN)  # more than a chunk
+    single = torch.cat([stack.step(row[None].clone(), 1, one, shared, bias=bias) for row in hidden])
+    done = 0
+    for count in (1, 4, 5, 60, 10):
+        wrong = drawn(generator, count, HIDDEN)
+        stack.step(wrong, count, many, shared, chained=True, bias=bias)  # is taken back
+        many.length = done
+        got = stack.step(hidden[done : done + count].clone(), count, many, shared, chained=True, bias=bias)
+        assert torch.equal(got, single[done : done + count])
+        done += count
+        assert many.length == done
+
+
+@pytest.mark.parametrize("attention", native.instruction_sets())
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_prompt_that_is_read_at_once_gives_what_its_tokens_give_one_by_one(
+    sizes: tuple[int, int, int], attention: str
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    _, key_heads, width = sizes
+    parts = weights_of(*sizes)
+    stack = stack_of(parts, *sizes, attention)
+    lengths = [70, 1, 33]
+    hidden, shared = drawn(generator, sum(lengths), HIDDEN), SharedKeys(2, key_heads, width, lengths, torch.float32)
+    got = stack.read(hidden.clone(), shared, causal=True, threads=2)
+    after = drawn(generator, 3, HIDDEN)
+    behind = stack.step(after.clone(), 1, OwnKeys(2, key_heads, width, 3, torch.float32), shared)
+    first = 0
+    for sample, length in enumerate(lengths):
+        plain = Plain(parts, *sizes)
+        rows = torch.stack([plain.step(row, None, None) for row in hidden[first : first + length]])
+        torch.testing.assert_close(got[first : first + length], rows, rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(behind[sample], plain.step(after[sample], None, None), rtol=1e-3, atol=2e-4)
+        first += length
+
+
+@pytest.mark.parametrize("attention", native.instruction_sets())
+@pytest.mark.parametrize("sizes", SIZES)
+def test_all_tokens_of_a_source_see_each_other_with_a_bias_for_each_distance(
+    sizes: tuple[int, int, int], attention: str
+) -> None:
+    generator = torch.Generator().manual_seed(6)
+    heads, key_heads, width = sizes
+    parts = weights_of(*sizes)
+    stack = stack_of(parts, *sizes, attention)
+    lengths, most = [40, 9], 45
+    bias = drawn(generator, heads, 2 * most - 1) if heads == key_heads else None
+    hidden = drawn(generator, sum(lengths), HIDDEN)
+    shared = SharedKeys(1, key_heads, width, lengths, torch.float32)
+    got = stack.read(hidden.clone(), shared, causal=False, bias=bias)
+    norm = (torch.linspace(0.5, 1.5, HIDDEN), torch.linspace(-1, 1, HIDDEN), 1e-5)
+    size, some = heads * width, key_heads * width
+    for rows, found in zip(hidden.split(lengths), got.split(lengths), strict=True):
+        far = torch.arange(len(rows)) - torch.arange(len(rows))[:, None] + most - 1
+        for _ in range(2):
+            query, key, value = (F.layer_norm(rows, (HIDDEN,), *norm) @ parts["qkv"].T).split((size, some, some), 1)
+            keys, values = (part.view(-1, key_heads, width) for part in (key, value))
+            mixed = torch.stack([
+                attend_in_torch(one.view(heads, -1), keys, values, 0.3, None if bias is None else bias[:, far[i]])
+                for i, one in enumerate(query)
+            ])  # fmt: skip
+            rows = rows + mixed.flatten(1) @ parts["out"].T
+            rows = rows + torch.relu(F.layer_norm(rows, (HIDDEN,), *norm) @ parts["up"].T) @ parts["down"].T
+        torch.testing.assert_close(found, F.layer_norm(rows, (HIDDEN,), *norm), rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [("rows", "not those of the samples"), ("blocks", "shared keys do not fit"), ("bias", "no bias for a distance")],
+)
+def test_what_cannot_be_read_is_refused(wrong: str, message: str) -> None:
+    sizes = (4, 4, 16)
+    stack = stack_of(weights_of(*sizes), *sizes, "")
+    shared = SharedKeys(3 if wrong == "blocks" else 2, 4, 16, [3, 5], torch.float32)
+    hidden = torch.ones(7 if wrong == "rows" else 8, HIDDEN)
+    bias = torch.zeros(4, 7) if wrong == "bias" else None
+    with pytest.raises(ValueError, match=message):
+        stack.read(hidden, shared, causal=False, bias=bias)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from attmemo.fastseq.generate.call_state import CallState
 from attmemo.fastseq.generate.refusal import Refusal
@@ -72,23 +73,42 @@ def _cut_padding(model: Any, original: Any, state: CallState) -> Any:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        outputs = _without_padding(inner, state, args, kwargs)
+        outputs = None
+        if _is_plain(args, kwargs):
+            outputs = _packed(state, **kwargs)
+            outputs = _without_padding(inner, state, kwargs) if outputs is None else outputs
         return inner(*args, **kwargs) if outputs is None else outputs
 
     encoder.__dict__["forward"] = forward
     return encoder
 
 
-def _without_padding(
-    inner: Callable[..., Any], state: CallState, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The outputs, padded with zeros; None where the plain call is better or the input is not plain."""
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether nothing but tokens and a mask are given, on the CPU."""
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
-    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    ids = kwargs.get("input_ids")
     if args or given - {"input_ids", "attention_mask", "return_dict"}:
+        return False
+    return isinstance(ids, Tensor) and ids.device.type == "cpu" and ids.dim() == 2
+
+
+def _packed(state: CallState, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+    """The outputs, padded with zeros, by this project's kernels; None where there are none for them."""
+    if state.packed is None or state.mode == "el":
         return None
-    if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.dim() != 2:
+    hidden = state.packed.encode(input_ids, attention_mask)
+    if hidden is None:
         return None
+    tokens = input_ids.numel() if attention_mask is None else int(attention_mask.bool().sum())
+    state.counts["packed_encoders"] += 1
+    state.counts["encoder_tokens"] += tokens
+    state.counts["encoder_tokens_padded"] += input_ids.numel()
+    return BaseModelOutput(last_hidden_state=hidden)
+
+
+def _without_padding(inner: Callable[..., Any], state: CallState, kwargs: dict[str, Any]) -> Any:
+    """The outputs, padded with zeros; None where the plain call is better."""
+    ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
     batch, longest = ids.shape
     if batch == 0:
         return None  # the plain call raises stock's error

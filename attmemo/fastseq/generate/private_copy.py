@@ -10,7 +10,7 @@ after the call, also not after an error.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -25,7 +25,6 @@ def private_copy(
     attention: str,
     state: object,
     also: Collection[str] = (),
-    stand_ins: Mapping[int, nn.Module] | None = None,
 ) -> Any:
     """Copy the tree of modules that hold a config, and their configs.
 
@@ -39,15 +38,13 @@ def private_copy(
         What the attention function finds on `module.config`.
     also : collection of str
         Names of classes whose modules, and the parents of those, are copied too, so that they can be exchanged.
-    stand_ins : mapping, optional
-        What takes the place of modules, by their id.
 
     Returns
     -------
     transformers.PreTrainedModel
         Of the same class, with the same parameter objects.
     """
-    return _Copier(attention, state, also, stand_ins or {}).module(model)
+    return _Copier(attention, state, also).module(model)
 
 
 def wears_another_forward(model: nn.Module) -> str | None:
@@ -64,10 +61,7 @@ def wears_another_forward(model: nn.Module) -> str | None:
 
 
 class _Copier:
-    def __init__(
-        self, attention: str, state: object, also: Collection[str], stand_ins: Mapping[int, nn.Module]
-    ) -> None:
-        self.stand_ins = stand_ins
+    def __init__(self, attention: str, state: object, also: Collection[str]) -> None:
         self.attention = attention
         self.state = state
         self.also = also
@@ -77,8 +71,6 @@ class _Copier:
     def module(self, module: nn.Module) -> nn.Module:
         if id(module) in self.modules:
             return self.modules[id(module)]
-        if id(module) in self.stand_ins:
-            return self.stand_ins[id(module)]
         children = {name: child if child is None else self.module(child) for name, child in module._modules.items()}
         own = vars(module)
         unchanged = all(child is module._modules[name] for name, child in children.items())

@@ -124,6 +124,18 @@ class Vocabulary:
         """`[R, V]` float32, of hidden states `[R, hidden]`."""
         return self._through(self.panels, self._bias, hidden)
 
+    @property
+    def is_rough(self) -> bool:
+        """Whether there are 8 bits of it beside what logits are computed with."""
+        return self._rough is not None
+
+    def likely(self, hidden: Tensor) -> Tensor:
+        """The words `[R]` with the greatest logits in 8 bits, of hidden states `[R, hidden]`. No word is certain."""
+        if self._rough is None:
+            return self.logits(hidden).argmax(-1)
+        logits = self._rough(hidden * self._scale, isa=self._few if len(hidden) <= FEWEST else "")
+        return (logits if self._added is None else logits.add_(self._added)).argmax(-1)
+
     def rough(self, hidden: Tensor) -> Rough | None:
         """As `logits`, in 8 bits; None where that does not pay."""
         if self._rough is None or len(hidden) > MOST_ROWS:
