@@ -50,7 +50,7 @@ class PrivacyFilterAdapter(Adapter):
                 Block(
                     layer, (_in_halves(own.q_proj, width), _in_halves(own.k_proj, width), own.v_proj), own.o_proj,
                     layer.input_layernorm, None, (), nn.Identity(), False, None, layer.post_attention_layernorm, None,
-                    window=self.window(own), sinks=own.sinks, routed=_routed(feed),
+                    window=self.window(own), sinks=own.sinks.detach().float(), routed=_routed(feed),
                 )
             )  # fmt: skip
         own = host.layers[0].self_attn

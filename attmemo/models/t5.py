@@ -29,13 +29,18 @@ class T5Blocks(Blocks):
     def passed(self, hidden: Tensor) -> Any:
         return hidden, None, None
 
+    def buckets(self, attention: Any, distances: Tensor) -> Tensor:
+        """Rows of the table of a layer for these distances."""
+        found: Tensor = attention._relative_position_bucket(  # as `compute_bias` calls it
+            distances, bidirectional=True, num_buckets=attention.relative_attention_num_buckets,
+            max_distance=attention.relative_attention_max_distance,
+        )  # fmt: skip
+        return found
+
     def table(self, span: int, layer: int = 0) -> Tensor | None:
         block: Any = self.modules[layer]
         own = block.layer[0].SelfAttention
-        buckets = own._relative_position_bucket(  # as `compute_bias` calls it
-            torch.arange(1 - span, span), bidirectional=True, num_buckets=own.relative_attention_num_buckets,
-            max_distance=own.relative_attention_max_distance,
-        )  # fmt: skip
+        buckets = self.buckets(own, torch.arange(1 - span, span))
         table: Tensor = own.relative_attention_bias(buckets).T
         return table.float().contiguous()
 

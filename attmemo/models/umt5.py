@@ -17,6 +17,10 @@ class UMT5Blocks(T5Blocks):
     parameters = "hidden_states", "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
     own_tables = True
 
+    def buckets(self, attention: Any, distances: Tensor) -> Tensor:
+        found: Tensor = attention._relative_position_bucket(distances)
+        return found
+
     def passed(self, hidden: Tensor) -> Any:
         return hidden
 

@@ -90,8 +90,13 @@ class Packed:
     @property
     def keeps_bits(self) -> bool:
         """Whether a row's numbers do not depend on the rows beside it: torch's own layers round by their number."""
-        routed = all(layer.block.routed is not None for layer in self._layers)
-        return self._chain is not None or (routed and all(isinstance(ready, Panels) for _, ready, _ in self.linears))
+        own = self.is_routed and all(isinstance(ready, Panels) for _, ready, _ in self.linears)
+        return own or self._chain is not None
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether rows choose the layers that they go through."""
+        return any(block.routed is not None for block in self.blocks.blocks)
 
     def run(
         self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor | None, fetch: Fetch | None = None,

@@ -9,8 +9,8 @@ from attmemo.errors import AdapterCheckError
 from attmemo.forward.trial import Handle, enable_within, not_served
 from attmemo.models import Adapter
 from attmemo.models.base import inputs_of
-from attmemo.models.check import UNKNOWN, checking, difference
-from attmemo.packed.check import allowed_for
+from attmemo.models.check import UNKNOWN, checking
+from attmemo.packed.check import allowed_for, apart
 from attmemo.packed.prefixes import CUT
 from attmemo.packed.runner import Packed
 
@@ -45,7 +45,7 @@ def check_local(handle: Handle, adapter: Adapter, model: nn.Module, packed: Pack
         kept = max(0, tokens - 1 - reach) // CUT * CUT
         if rows != [tokens - kept, tokens % CUT]:
             raise not_served("a text that was edited", handle.engine)
-    worst, allowed = difference(seen[0], expected), allowed_for(packed, model)
+    worst, allowed = apart(packed, seen[0], expected), allowed_for(packed, model)
     if not worst <= allowed:
         raise AdapterCheckError(
             f"behind an edit the last hidden states differ from the original's by {worst:.2e} of their range "
