@@ -1,4 +1,4 @@
-"""Models all of whose layers are local: packed blocks beside the original, and documents of which a sentence is edited.
+"""Models whose layers are all local: packed blocks beside the original, and documents of which a sentence is edited.
 
     python scripts/bench_local.py docs/local.json --page docs/local.md              # some minutes, 6 GB
     python scripts/bench_local.py docs/local.json --page docs/local.md --only-page  # only the page's table

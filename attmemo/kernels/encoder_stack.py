@@ -232,7 +232,7 @@ class Chain:
             calls.append(base)
         if shared and len(made) == 1:
             calls = calls[:1]
-        positions = _positions(layout) if self._kinds else np.zeros(0, np.int32)
+        positions = positions_of(layout) if self._kinds else np.zeros(0, np.int32)
         turns = [(angles or {})[kind] for kind in self._kinds]
         ending: Any = None
         if asked is not None:
@@ -293,8 +293,12 @@ class Chain:
 _NO_TURNS: Any = (np.zeros(0, np.int32), ())
 
 
-def _positions(layout: Layout) -> npt.NDArray[np.int32]:
-    """Of each row, in its sequence."""
+def positions_of(layout: Layout) -> npt.NDArray[np.int32]:
+    """The place of each row in its sequence, ``[N]``.
+
+    It counts from 0 whatever the caller counts from: rotary models see distances alone, and rows of records too were
+    counted from 0.
+    """
     if layout.positions is not None:
         return layout.positions
     starts = layout.starts

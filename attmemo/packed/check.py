@@ -20,7 +20,7 @@ from attmemo.kernels.row_attention import Layout
 from attmemo.models import Adapter
 from attmemo.models.check import UNKNOWN, checking, difference, tolerance
 from attmemo.packed.runner import Angles, Packed
-from attmemo.packed.stack import places_of, positions_of
+from attmemo.packed.stack import places_of
 from attmemo.packed.whole_model import Parts, WholeModel, parts_of
 
 _LOG = logging.getLogger("attmemo")
@@ -97,7 +97,7 @@ def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> type[Any
     places = places_of(lengths, padded)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     layout, known = Layout(starts, starts), packed.positions(padded)
-    angles = Angles(packed.blocks, positions_of(places, len(lengths), padded), packed.dtype)
+    angles = Angles(known, layout)
     seen: list[int] = []
     given_out: list[type[Any]] = []
 

@@ -14,7 +14,6 @@ where the caller asks for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from attmemo.kernels.encoder_stack import Chain, Link
+from attmemo.kernels.encoder_stack import Chain, Link, positions_of
 from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
 from attmemo.kernels.linear16 import Linear16
@@ -99,7 +98,7 @@ class Packed:
         return any(block.routed is not None for block in self.blocks.blocks)
 
     def run(
-        self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor | None, fetch: Fetch | None = None,
+        self, hidden: Tensor, layout: Layout, longest: int, fetch: Fetch | None = None,
         keep: Copies | None = None, added: Tensor | None = None, asked: Ints | None = None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states ``[N, H]`` of packed rows, or ``[W, H]`` of those asked for.
@@ -112,8 +111,6 @@ class Packed:
             Where the rows and their keys lie.
         longest : int
             Tokens of the longest sequence.
-        positions : Tensor or None
-            Position of each row as the model counts them, int64 ``[N]``; None: the model is not rotary.
         fetch : Fetch, optional
             Gives the rows of records.
         keep : Copies, optional
@@ -137,7 +134,7 @@ class Packed:
         if run != rows:  # once here, not once in each linear layer; rows of zeros stay behind the others
             hidden = torch.cat((hidden, hidden.new_zeros(run - rows, hidden.shape[1])))
         known = self.positions(longest)
-        angles = Angles(self.blocks, positions, hidden.dtype)
+        angles = Angles(known, layout)
         for number in range(len(self._layers)):
             stored = None if fetch is None else fetch(number)
             ending = asked if number == len(self._layers) - 1 else None
@@ -382,29 +379,20 @@ class Positions:
         return self._turns[kind]
 
 
-@dataclass
 class Angles:
     """Rotary angles of the rows of one forward, by kind of layer."""
 
-    blocks: Blocks
-    positions: Tensor | None
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
+    def __init__(self, known: Positions, layout: Layout) -> None:
+        self._known, self._places = known.angles, positions_of(layout)
         self._found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def of(self, kind: str) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines ``[N, 1, d / 2]``: both halves of a head turn by the same angles. None: nothing turns."""
-        if self.positions is None:
-            assert not self.blocks.rotary
+        if kind not in self._known:
             return None
         if kind not in self._found:
-            found = self.blocks.angles(kind, self.positions, self.dtype)
-            if found is None:
-                return None
-            cosine, sine = found
-            half = cosine.shape[1] // 2
-            self._found[kind] = cosine[:, None, :half].contiguous(), sine[:, None, :half].contiguous()
+            cosine, sine = (part[torch.from_numpy(self._places)][:, None] for part in self._known[kind])
+            self._found[kind] = cosine, sine
         return self._found[kind]
 
 

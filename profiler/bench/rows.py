@@ -106,16 +106,14 @@ class _Parts:
         self._hidden = [
             torch.randn(batch * length, hidden, generator=generator).to(TYPES[dtype]) for _ in range(_SETS)
         ]
-        self._positions = torch.arange(length).repeat(batch)
         types = tuple(TYPES[name] for name in ROW_STORAGE[storage])
         self._stored = []
         starts = np.arange(batch + 1) * length
         for rows in self._hidden:
             kept = rows.new_empty(layers, 2, len(rows), hidden)
             last = self._packed.run(
-                rows, Layout(starts, starts), length, self._positions,
-                keep=Copies([Copy(0, len(rows), kept)]),
-            )  # fmt: skip
+                rows, Layout(starts, starts), length, keep=Copies([Copy(0, len(rows), kept)])
+            )
             records = records_of(self._lengths, kept, last, (types[0], types[1]), blocks.heads)
             self._stored.append(HeldRows(records).fetch(np.arange(batch)))
 
@@ -134,12 +132,12 @@ class _Parts:
         return self._model(**self._inputs[turn % _SETS])
 
     def blocks(self, layout: Layout, fresh: Tensor) -> Job:
-        positions, fetched = self._positions[fresh], self._stored
+        fetched = self._stored
 
         def job(turn: int) -> Tensor:
             rows = self._hidden[(turn + 1) % _SETS].index_select(0, fresh)
-            stored = None if len(fresh) == len(self._positions) else fetched[turn % _SETS].layer
-            return self._packed.run(rows, layout, self._length, positions, stored)
+            stored = None if len(fresh) == len(self._hidden[0]) else fetched[turn % _SETS].layer
+            return self._packed.run(rows, layout, self._length, stored)
 
         return job
 
