@@ -79,6 +79,12 @@ def test_a_model_with_both_towers_gives_the_same_scores(family: str) -> None:
             assert gap(model(**asked).logits_per_text, bare(**asked).logits_per_text) <= NEAR
             assert ran_packed(model)
     assert not any("forward" in vars(module) for module in model.vision_model.modules())
+    if family != "Siglip2":
+        memoize(model.vision_model, reuse="none")
+        with torch.inference_mode():
+            assert gap(model(**asked).logits_per_image, bare(**asked).logits_per_image) <= NEAR
+        assert ran_packed(model)
+        assert ran_packed(model.vision_model)
 
 
 @pytest.mark.parametrize("name", SIGLIP)
@@ -148,9 +154,11 @@ class TestRefused:
         with pytest.raises(UnsupportedModelError, match="rows of this family"):
             memoize(SIGLIP["SigLIP"](), reuse="rows", database=":memory:", budget=0.01)
 
-    def test_a_vision_tower_is_not_taken_for_a_text_tower(self) -> None:
+    def test_an_image_tower_is_not_taken_for_a_text_tower(self) -> None:
+        for family in ("CLIP", "Siglip"):
+            assert adapter_for(both_of(family).vision_model)[0].family == "clip-vision"
         with pytest.raises(UnsupportedModelError, match="no adapter knows"):
-            memoize(_make("CLIPVisionModel", "CLIPVisionConfig", **_VISION)(), reuse="none")
+            memoize(both_of("Siglip2").vision_model, reuse="none")
 
 
 def _known(model: Any) -> Any:

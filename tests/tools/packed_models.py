@@ -122,8 +122,18 @@ CLIP: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 """Text towers that are causal; no record serves them. `eos_token_id` 2 is that of old configurations."""
 
+_IMAGES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+                           "intermediate_size": 48, "image_size": 16, "patch_size": 4}  # fmt: skip
+UNPADDED: dict[str, Callable[[], nn.Module]] = {
+    "ViT": FAMILIES["ViT"].make, "DeiT": FAMILIES["DeiT"].make,
+    "CLIP images": _make("CLIPVisionModel", "CLIPVisionConfig", **_IMAGES, initializer_factor=3.0),
+    "SigLIP images": _make("SiglipVisionModel", "SiglipVisionConfig", **_IMAGES),
+    "Whisper encoder": _encoder_of("Whisper"),
+}  # fmt: skip
+"""Families whose inputs are images, or sounds, of one length; no record serves them."""
+
 EXACT = MODELS | GATED | OF_PAIRS | CLIP
-"""Every family with blocks."""
+"""Every family with blocks whose inputs are texts."""
 
 LEFT = ["ModernBERT", "NomicBERT", "GTE", "Jina v3", *GATED, *(name for name in OF_PAIRS if "T5" in name)]
 """Those that run packed with padding on the left too."""
