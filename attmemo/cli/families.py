@@ -47,10 +47,11 @@ def families(
                 )
                 for row in found["families"]
             ]  # fmt: skip
-            columns = ("family", "models", "attends to", "exact", "rows", "maps", "refused or left exact")
+            columns = ("family", "models", "attends to", "exact, 8 bits", "rows", "maps", "refused or left exact")
             remark = (
-                "What memoize(model, reuse=…) can do: 'none' is exact (packed blocks), 'rows' and 'maps' reuse "
-                "records. Other families may work: attmemo families MODEL tells. docs/own-family.md adds one."
+                "What memoize(model, reuse=…) can do: 'none' is exact (packed blocks; in 8 bits with linear='int8'), "
+                "'rows' and 'maps' reuse records. Other families may work: attmemo families MODEL tells. "
+                "docs/own-family.md adds one."
             )
             out.table("Families of self-attention", columns, rows, remark)
         else:

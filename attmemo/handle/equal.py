@@ -16,6 +16,7 @@ from attmemo.models import Adapter
 from attmemo.models.blocks import Blocks
 from attmemo.packed.check import check_stack
 from attmemo.packed.prefix_check import check_prefixes
+from attmemo.packed.prefixes import CUT
 from attmemo.prefix.check import check_local
 from attmemo.prefix.local import LocalStore
 from attmemo.prefix.pages import Pages
@@ -56,7 +57,7 @@ def prepare_equal(
     if blocks.reach is None:
         check_prefixes(handle, adapter, encoder, packed, times=2)
     else:
-        check_local(handle, adapter, encoder, packed, blocks.reach)
+        check_local(handle, adapter, encoder, packed, blocks.reach, CUT * (store.max_bytes // store.page_bytes))
     store.forget()
 
     def make(name: str, nbytes: int) -> StackMemoization:

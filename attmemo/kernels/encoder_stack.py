@@ -207,12 +207,12 @@ class Chain:
 
         def given(number: int) -> dict[str, Any]:
             link, records = self._links[number], None if stored is None else stored(number)
-            turns = turn is not None and records is not None and not records.still and link.kind is not None
+            moved = records is not None and not records.still
             return {
                 "window": link.window,
                 "table": table(number) if callable(table) else table,
                 "stored": records,
-                "turn": turn(link.kind) if turns else None,
+                "turn": turn(link.kind) if moved and turn is not None and link.kind is not None else None,
                 "disentangled": None if disentangled is None else disentangled(number),
             }
 

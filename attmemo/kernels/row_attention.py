@@ -147,24 +147,11 @@ class Disentangled:
 
 
 def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    heads: int,
-    layout: Layout,
-    *,
-    scale: float,
-    stored: Stored | None = None,
-    turn: Turn | None = None,
-    table: Tensor | None = None,
-    window: int | None = None,
-    disentangled: Disentangled | None = None,
-    causal: bool = False,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    threads: int | None = None,
-    isa: str = "",
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, heads: int, layout: Layout, *, scale: float,
+    stored: Stored | None = None, turn: Turn | None = None, table: Tensor | None = None, window: int | None = None,
+    disentangled: Disentangled | None = None, causal: bool = False, sinks: Tensor | None = None,
+    out: Tensor | None = None, threads: int | None = None, isa: str = "",
+) -> Tensor:  # fmt: skip
     """Attend with each query over all keys of its sequence: ``[W, H * D]``.
 
     Parameters
@@ -244,11 +231,8 @@ class Attend:
                 width,
             ),
             (
-                _array(layout.starts, np.int64),
-                _array(layout.key_starts, np.int64),
-                _array(layout.positions, np.int32),
-                _array(layout.sources, np.int32),
-                _array(layout.asked, np.int64),
+                _array(layout.starts, np.int64), _array(layout.key_starts, np.int64),
+                _array(layout.positions, np.int32), _array(layout.sources, np.int32), _array(layout.asked, np.int64),
             ),
             NOT_STORED if stored is None else _records(stored, keys.shape[1], self._key_heads),
             NOT_TURNED if turns is None else _turns(turns),
@@ -419,16 +403,10 @@ def _records(stored: Stored, columns: int, heads: int) -> Any:
     if stored.row_bytes < columns * stored.dtype.itemsize or (codes and stored.scale_row_bytes < heads * 4):
         raise ValueError("row_bytes or scale_row_bytes are fewer than those of a row")
     return (
-        _array(stored.keys, np.uint64),
-        _array(stored.values, np.uint64),
-        _array(stored.rows, np.int64),
-        _array(stored.key_scales, np.uint64),
-        _array(stored.value_scales, np.uint64),
-        _TYPES.get(stored.dtype, 0),
-        8 if codes else 0,
-        stored.row_bytes,
-        stored.scale_row_bytes,
-    )
+        _array(stored.keys, np.uint64), _array(stored.values, np.uint64), _array(stored.rows, np.int64),
+        _array(stored.key_scales, np.uint64), _array(stored.value_scales, np.uint64), _TYPES.get(stored.dtype, 0),
+        8 if codes else 0, stored.row_bytes, stored.scale_row_bytes,
+    )  # fmt: skip
 
 
 def _turns(turns: tuple[Tensor, Tensor]) -> tuple[int, int, int, int]:

@@ -104,7 +104,6 @@ class Blocks:
     parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")  # given by position
     rotary: ClassVar[bool] = False  # K is stored rotated by its position
     relative: bool = False  # positions enter by distances between tokens alone
-    own_tables: ClassVar[bool] = False  # each layer adds another table of biases
     added_norm: nn.Module | None = None  # behind what `added` gives
     causal: bool = False  # a token sees itself and those before
     no_records: str | None = None  # why rows of records cannot serve them, if not for the reasons of `no_rows`
@@ -251,12 +250,13 @@ class Blocks:
 
     # -- what attention needs beside Q, K and V; asked for once and kept
 
-    def table(self, span: int, layer: int = 0) -> Tensor | None:
-        """Bias by distance, float32 ``[h, 2 * span - 1]``: of key position less query position, plus ``span - 1``.
-
-        It is that of all layers, but where there are `own_tables`.
-        """
+    def table(self, span: int) -> Tensor | None:
+        """Bias by distance, float32 ``[h, 2 * span - 1]``: of key position less query position, plus ``span - 1``."""
         return None
+
+    def tables(self, span: int) -> list[Tensor | None]:
+        """The bias of each layer, or one that is that of all."""
+        return [self.table(span)]
 
     def disentangled(self, layer: int, span: int) -> Disentangled | None:
         """Position terms of DeBERTa for one layer."""

@@ -57,7 +57,7 @@ class MPNetBlocks(Blocks):
     def leave(self, hidden: Tensor, call: Call) -> Any:
         return super().leave(hidden, call) if call.given.get("return_dict") else (hidden,)
 
-    def table(self, span: int, layer: int = 0) -> Tensor | None:
+    def table(self, span: int) -> Tensor | None:
         encoder: Any = self.module
         distances = torch.arange(1 - span, span)  # key less query
         buckets = encoder.relative_position_bucket(distances, num_buckets=32)  # as `compute_position_bias` calls it

@@ -19,7 +19,7 @@ from attmemo.models.cache_name import CACHE_NAME
 class T5Blocks(Blocks):
     """Blocks whose scores gain a bias by distance, the same in all layers: positions enter by nothing else."""
 
-    parameters = (
+    parameters: ClassVar[tuple[str, ...]] = (
         "hidden_states", "attention_mask", "position_bias", "encoder_hidden_states", "encoder_attention_mask",
         "encoder_decoder_position_bias",
     )  # fmt: skip
@@ -37,8 +37,11 @@ class T5Blocks(Blocks):
         )  # fmt: skip
         return found
 
-    def table(self, span: int, layer: int = 0) -> Tensor | None:
-        block: Any = self.modules[layer]
+    def table(self, span: int) -> Tensor | None:
+        return self.table_of(self.module, span)
+
+    def table_of(self, block: Any, span: int) -> Tensor:
+        """The table of a layer that has one."""
         own = block.layer[0].SelfAttention
         buckets = self.buckets(own, torch.arange(1 - span, span))
         table: Tensor = own.relative_attention_bias(buckets).T
@@ -49,11 +52,11 @@ class T5Adapter(Adapter):
     """`encoder.block.i.layer.0.SelfAttention`."""
 
     family = "t5"
-    models = ("T5", "mT5", "Flan-T5")
+    models: ClassVar[tuple[str, ...]] = ("T5", "mT5", "Flan-T5")
     limits = "the decoder stays exact; rows are refused"
     has_rows = False
     part, layers = "encoder", "num_layers"
-    parameters = ("hidden_states", "mask", "key_value_states", "position_bias", CACHE_NAME)
+    parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "mask", "key_value_states", "position_bias", CACHE_NAME)
     mask_name = "mask"
     harmless = frozenset({"mask", "position_bias"})
     shared = frozenset({"mask", "position_bias"})

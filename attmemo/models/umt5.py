@@ -15,7 +15,9 @@ class UMT5Blocks(T5Blocks):
     """Blocks whose scores gain a bias by distance, in each layer another one."""
 
     parameters = "hidden_states", "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
-    own_tables = True
+
+    def tables(self, span: int) -> list[Tensor | None]:
+        return [self.table_of(block, span) for block in self.modules]
 
     def buckets(self, attention: Any, distances: Tensor) -> Tensor:
         found: Tensor = attention._relative_position_bucket(distances)

@@ -339,8 +339,7 @@ class Positions:
     def __init__(self, blocks: Blocks, span: int) -> None:
         self._blocks, self._span = blocks, span
         with torch.no_grad():
-            count = len(blocks.blocks) if blocks.own_tables else 1
-            self._tables = [blocks.table(span, layer) for layer in range(count)]
+            self._tables = blocks.tables(span)
             self._terms = [blocks.disentangled(layer, span) for layer in range(len(blocks.blocks))]
         self.is_disentangled = any(terms is not None for terms in self._terms)  # some layer has such terms
         self._turns: dict[str, Turn] = {}
@@ -359,12 +358,12 @@ class Positions:
         return self._terms[layer]
 
     def table(self, layer: int) -> Tensor | None:
-        return self._tables[min(layer, len(self._tables) - 1)]
+        return self._tables[layer if len(self._tables) > 1 else 0]
 
     @property
     def tables(self) -> Tensor | Callable[[int], Tensor | None] | None:
         """Biases by distance: of all layers, or a function of the layer."""
-        return self.table if self._blocks.own_tables else self._tables[0]
+        return self.table if len(self._tables) > 1 else self._tables[0]
 
     def turn(self, kind: str) -> Turn | None:
         """Rotations by a distance, for stored keys."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,8 +17,10 @@ from attmemo.packed.prefixes import CUT
 from attmemo.packed.runner import Packed
 
 
-def check_local(handle: Handle, adapter: Adapter, model: nn.Module, packed: Packed, reach: int) -> None:
-    """Serve a text, one that ends otherwise, and this again; compare with the original's.
+def check_local(
+    handle: Handle, adapter: Adapter, model: nn.Module, packed: Packed, reach: int, room: int
+) -> None:  # fmt: skip
+    """Serve a text, one that ends otherwise, and this again; compare with the original's. `room`: tokens to store.
 
     Raises
     ------
@@ -25,7 +29,8 @@ def check_local(handle: Handle, adapter: Adapter, model: nn.Module, packed: Pack
         been changed.
     """
     host = adapter.host(model)
-    config, length = host.config, reach + 2 * CUT + 5
+    config: Any = host.config
+    length = min(reach + 2 * CUT + 5, room)
     most = getattr(config, "max_position_embeddings", None)
     inputs = inputs_of(config, [length if most is None else min(length, int(most))])
     other = {name: value.clone() for name, value in inputs.items()}

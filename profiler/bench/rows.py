@@ -148,11 +148,11 @@ class _Parts:
 
         def job(turn: int) -> Tensor:
             rows = self._hidden[(turn + 1) % _SETS].index_select(0, fresh)
-            stored = None if len(fresh) == len(self._positions) else self._stored[turn % _SETS].layer(0)
+            stored = None if len(fresh) == len(self._hidden[0]) else self._stored[turn % _SETS].layer(0)
             turns = None if stored is None else known.turn(block.kind)
             return attend(
                 rows, rows, rows, blocks.heads, layout, scale=blocks.scale, stored=stored, turn=turns,
-                table=known.table, window=block.window, disentangled=known.disentangled(0),
+                table=known.table(0), window=block.window, disentangled=known.disentangled(0),
             )  # fmt: skip
 
         return job

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from families import SIZES, _bias, _make
-from packed_models import CLIP, NEAR, batch, gap, last
+from families import SIZES, _bias
+from packed_models import CLIP, NEAR, SIGLIP, batch, gap, last
 from packed_tools import left_alone, ran_packed
 from same_text import bits, by_our_kernels, of_blocks
-from torch import nn
 
 from attmemo import UnsupportedModelError, memoize
 from attmemo.models import adapter_for, check_adapter
 from attmemo.packed.stack import READS_PADDING
 
-SIGLIP: dict[str, Callable[[], nn.Module]] = {
-    "SigLIP": _make("SiglipTextModel", "SiglipTextConfig", **SIZES),
-    "SigLIP 2": _make("Siglip2TextModel", "Siglip2TextConfig", **SIZES),
-}
 _TEXT = SIZES | {"initializer_factor": 3.0}
 _VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
            "image_size": 16, "patch_size": 4}  # fmt: skip

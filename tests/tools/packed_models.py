@@ -122,6 +122,12 @@ CLIP: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 """Text towers that are causal; no record serves them. `eos_token_id` 2 is that of old configurations."""
 
+SIGLIP: dict[str, Callable[[], nn.Module]] = {
+    "SigLIP": _make("SiglipTextModel", "SiglipTextConfig", **SIZES),
+    "SigLIP 2": _make("Siglip2TextModel", "Siglip2TextConfig", **SIZES),
+}
+"""Text towers that run packed where a batch has no padding."""
+
 _IMAGES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
                            "intermediate_size": 48, "image_size": 16, "patch_size": 4}  # fmt: skip
 UNPADDED: dict[str, Callable[[], nn.Module]] = {
