@@ -115,4 +115,6 @@ def _folded(embedded: Embedded, own: Ints, slots: dict[int, Sources]) -> Folded:
     positions = np.arange(len(kept)) - np.repeat(key_starts[:-1], lengths)
     every = positions + np.repeat(own * embedded.padded + np.array(embedded.begins)[own], lengths)
     layout = Layout(starts, key_starts, positions[fresh].astype(np.int32), sources)
+    if fresh.all():  # rows that lie one behind the other are found sooner
+        layout = Layout(starts, key_starts)
     return Folded(layout, every[fresh], every, sources)
