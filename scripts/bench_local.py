@@ -83,14 +83,13 @@ def edits(model: Any, length: int, rounds: int) -> dict[str, Any]:
         other = text.copy()
         other[length // 2 : length // 2 + SENTENCE] = random.integers(5, VOCABULARY, SENTENCE)
         inputs = batch_of([other])
-        with model.attmemo.observe() as seen:
-            taken, found = timed(model, inputs)
-        local.append(taken)
-        rows.append(seen.rows[0])
-        with model.attmemo.observe(reuse=False):
-            taken, expected = timed(model, inputs)
-        whole.append(taken)
-        equal = equal and torch.equal(found, expected)
+        answers = {}
+        for reuse in (True, False) if len(rows) % 2 else (False, True):
+            with model.attmemo.observe(reuse=reuse) as seen:
+                taken, answers[reuse] = timed(model, inputs)
+            (local if reuse else whole).append(taken)
+            rows += [seen.rows[0]] * reuse
+        equal = equal and torch.equal(answers[True], answers[False])
     return {
         "tokens": length, "rows": median(rows), "whole": median(whole), "local": median(local),
         "ratio": median(whole) / median(local), "equal": equal,

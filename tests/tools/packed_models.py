@@ -72,8 +72,8 @@ def _rope(kind: str, **settings: Any) -> dict[str, Any]:
 def _privacy_filter() -> nn.Module:
     model: nn.Module = _make(
         "OpenAIPrivacyFilterModel", "OpenAIPrivacyFilterConfig",
-        **DECODER | {"max_position_embeddings": 512}, head_dim=16, sliding_window=8, num_local_experts=6,
-        num_experts_per_tok=2,
+        **DECODER | {"max_position_embeddings": 512}, head_dim=16, sliding_window=8, num_local_experts=8,
+        num_experts_per_tok=4,
     )()  # fmt: skip
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
