@@ -66,7 +66,7 @@ class TestOneArgument:
             ({"near": "1"}, "near must be a whole number of tokens", "near=1"),
             ({"most_moved": -1}, "most_moved must be a whole number of tokens", "most_moved=1"),
             ({"threshold": "high", "reuse": "rows", "budget": 0.1}, "a threshold is one share of", "threshold=0.5"),
-            ({"reuse": "columns"}, "reuse must be one of auto, maps, rows, prefix, none; got", "leave out reuse"),
+            ({"reuse": "columns"}, "one of auto, maps, rows, prefix, local, none; got", "leave out reuse"),
             ({"linear": "int4"}, "linear must be one of auto, exact, int8", "leave out linear"),
         ],
     )  # fmt: skip
