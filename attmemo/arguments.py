@@ -104,7 +104,7 @@ def check_together(
     memory = database == MEMORY
     reuse = "rows" if memory and reuse == "auto" else reuse
     folder = None if isinstance(fill, bool) else os.fspath(fill)  # type: ignore[call-overload]
-    own, prefix = f"reuse={reuse!r}", reuse == "prefix"
+    own, equal = f"reuse={reuse!r}", {"prefix": "prefixes", "local": "local rows"}.get(reuse)
     if reuse == "auto" and budget == 0 and database is None and folder is None and is_auto(threshold):
         reuse, own = "none", "budget=0 without a database"
     for nonsense, what, hint in (
@@ -123,16 +123,16 @@ def check_together(
          "give a budget; or only read a database, with fill=False"),
         (budget is None and reuse == "auto" and database is None and is_auto(threshold),
          "budget=None reuses records of a prepared database, and there is none", "give the database, or a budget"),
-        (prefix and database is not None and not memory,
-         f"{own} keeps prefixes in memory, and reads no database", "leave out database, or database=':memory:'"),
-        (prefix and (folder is not None or fill is False), f"{own} keeps prefixes in memory; fill={fill!r} does not",
+        (equal and database is not None and not memory,
+         f"{own} keeps {equal} in memory, and reads no database", "leave out database, or database=':memory:'"),
+        (equal and (folder is not None or fill is False), f"{own} keeps {equal} in memory; fill={fill!r} does not",
          "leave out fill"),
-        (prefix and budget != 0, f"{own} changes no answer: there is nothing that a budget could guard",
+        (equal and budget != 0, f"{own} changes no answer: there is nothing that a budget could guard",
          "leave out budget; linear='int8' rounds linear layers"),
-        (prefix and (not is_auto(threshold) or near not in (None, 1) or most_moved is not None),
-         f"threshold, near and most_moved are settings of similar inputs; {own} reuses equal prefixes alone",
+        (equal and (not is_auto(threshold) or near not in (None, 1) or most_moved is not None),
+         f"threshold, near and most_moved are settings of similar inputs; {own} reuses equal {equal} alone",
          "leave them out"),
-        (budget == 0 and not prefix and (reuse == "rows" or memory or folder is not None),
+        (budget == 0 and not equal and (reuse == "rows" or memory or folder is not None),
          f"{_asked_of_rows(reuse, memory, folder)} reuses rows of similar inputs, which can change answers; "
          "budget=0 allows no change", "budget=0.01 allows at most 1 % of the answers to change"),
         (bool(budget) and reuse == "maps", "a budget guards reuse of rows; maps have a threshold",
@@ -152,7 +152,7 @@ def check_together(
         (log_changes is not None and (reuse not in ("auto", "rows") or not budget),
          "log_changes is about answers that a guard verifies, and there is " + ("no budget" if not budget else own),
          "give a budget, or leave out log_changes"),
-        (reuse in ("none", "rows", "prefix") and (lookup == "layer" or fetch != "auto"),
+        ((equal or reuse in ("none", "rows")) and (lookup == "layer" or fetch != "auto"),
          f"lookup='layer' and fetch are settings of maps; {own} has none", "leave them out, or reuse='maps'"),
     ):  # fmt: skip
         if nonsense:

@@ -40,8 +40,8 @@ from attmemo.forward.handle import Memoization
 from attmemo.forward.hooks import Hook
 from attmemo.guard.answers import AnswerRule, answer_of
 from attmemo.guard.check import check_answers
+from attmemo.handle.equal import prepare_equal
 from attmemo.handle.growing import Records
-from attmemo.handle.prefix import prepare_prefix
 from attmemo.handle.rows import Guarding, answering_of, prepare_rows
 from attmemo.handle.stack import StackMemoization, blocks_of, choose_linear, prepare_stack
 from attmemo.kernels.align import Rule
@@ -58,7 +58,7 @@ _LOG = logging.getLogger("attmemo")
 _PRIVACY = "database=':memory:' keeps nothing behind, fill=False nothing at all; attmemo forget takes records out"
 
 Model = TypeVar("Model")
-ReuseName = Literal["auto", "maps", "rows", "prefix", "none"]
+ReuseName = Literal["auto", "maps", "rows", "prefix", "local", "none"]
 
 
 def memoize(
@@ -105,9 +105,10 @@ def memoize(
         ``":memory:"``: rows of what was computed exactly, in memory. ``"auto"``: the database of this model in the
         user's cache directory; with a budget one is made there that fills itself, if there is none. Default: with a
         budget ``":memory:"``, else nothing. Nothing is written to a disk unless a path or ``"auto"`` is given.
-    reuse : {"auto", "maps", "rows", "prefix", "none"}
+    reuse : {"auto", "maps", "rows", "prefix", "local", "none"}
         What records supply: attention maps, rows (K and V of every layer, and the last hidden states), or nothing.
-        ``"prefix"``, for causal models: rows of what inputs begin with, in memory. That is exact, and takes no budget.
+        ``"prefix"``, for causal models: rows of what inputs begin with, in memory. ``"local"``, for encoders all of
+        whose layers are local: rows of what lies beyond their reach from every edit. Both are exact, without a budget.
         ``"none"`` computes all blocks without padding, and is exact up to rounding. ``"auto"``: what the database
         keeps; without a database, rows if there is a budget and the answers are classes, else nothing. A classifier
         whose labels are about attacks (injection, spam, toxic) reuses rows of similar inputs with ``"rows"`` alone;
@@ -133,7 +134,7 @@ def memoize(
         memory, in front of a prepared one. A path: beside a prepared database, in the folder there, which is made if
         there is none. False: nothing is kept, records are only read.
     max_bytes : int or str, optional
-        For rows and prefixes: bytes that such records may take, also as ``"4GiB"``; what is used least goes. Default:
+        For all rows that are kept: bytes that they may take, also as ``"4GiB"``; what is used least goes. Default:
         an eighth of the free memory, and in a folder at most a tenth of the disk's free bytes.
     near : int, optional
         For rows: so many neighbours of a token that the record does not supply are computed too, on both sides. More
@@ -292,8 +293,8 @@ def _prepare(
 ) -> Memoization:
     """Check everything and make the handle; the model is not changed yet."""
     adapter, sites = _adapter(encoder)
-    if reuse == "prefix":
-        return prepare_prefix(encoder, adapter, linear, max_bytes, namespaces)
+    if reuse == "prefix" or reuse == "local":
+        return prepare_equal(encoder, adapter, linear, max_bytes, namespaces, reuse)
     if linear != "exact":
         blocks_of(encoder, adapter, reuse)  # or refused by name, whatever else could serve the model
     folder = None if isinstance(fill, bool) else Path(fill)

@@ -121,6 +121,7 @@ typedef struct Task {
     float *kept;          /* splits * count * (width + 2) */
     atomic_size_t *ended; /* how many shares are done; zero at first */
     const Distances *distances;
+    const float *sink; /* a score that softmax counts beside those of the keys, without a value; NULL: none */
 } Task;
 
 /*

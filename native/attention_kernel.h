@@ -467,6 +467,7 @@ static void attend(const Attention *attention, const Task *task, void *scratch)
     const enum reading reading = choose_reading(attention, task->like, &direct);
     const bool spreads = !format->bits && !turns && !attention->sloped && !attention->biased && !task->causal;
     const float *factors = reading == AS_BYTES ? scales : NULL;
+    const bool sinks = task->sink && task->split == 0;
     Block blocks[2], *block = blocks, *next = blocks + 1;
     const char *own[BLOCK]; /* rows, or their scales, in `unpacked` */
     const size_t own_line = direct ? format->groups + LANES : wide; /* a vector of scales may reach beyond the last */
@@ -482,8 +483,8 @@ static void attend(const Attention *attention, const Task *task, void *scratch)
         widen(task->queries[r].query, attention->type, width, query);
         for (size_t d = 0; d < wide; d += LANES)
             STORE(query + d) = LOAD(query + d) * attention->root;
-        most[r] = -INFINITY;
-        total[r] = 0;
+        most[r] = sinks ? *task->sink : -INFINITY;
+        total[r] = sinks;
     }
     if (!direct && (width != wide || format->bits))
         memset(unpacked, 0, BLOCK * wide * sizeof(float));

@@ -79,7 +79,7 @@ static void attend(const Attention *attention, const Task *task, void *scratch)
         const size_t count = end > task->first ? end - task->first : 0;
 
         /* pass 1: scores, and the largest of them */
-        float most = -INFINITY;
+        float most = task->sink ? *task->sink : -INFINITY;
         for (size_t k = 0; k < count; k++) {
             const size_t key = task->first + k;
             if (k % BLOCK == 0)
@@ -101,7 +101,7 @@ static void attend(const Attention *attention, const Task *task, void *scratch)
         }
 
         /* pass 2: scores become weights, and these are added up */
-        float total = 0;
+        float total = task->sink ? expf(*task->sink - most) : 0;
         for (size_t k = 0; k < count; k++) {
             scores[k] = expf(scores[k] - (most == -INFINITY ? 0 : most));
             total += scores[k];

@@ -61,6 +61,7 @@ static const float *tiled_slide(const Attention *attention, const Query *queries
 TILED INLINE void tiled_begin(const Attention *attention, const Task *task, const Room *room, size_t parts)
 {
     const size_t deep = room->deep, width = attention->stored.width, rows = task->count, strips = tiled_strips(rows);
+    const bool sinks = task->sink && task->split == 0;
     memset(room->sums, 0, strips * SIDE * deep * sizeof *room->sums);
     memset(room->row, 0, deep * sizeof *room->row);
     for (size_t s = 0; s < strips; s++) {
@@ -72,8 +73,8 @@ TILED INLINE void tiled_begin(const Attention *attention, const Task *task, cons
         for (size_t lane = 0; lane < SIDE; lane++) {
             const size_t r = s * SIDE + lane;
             const Query *query = &task->queries[r < rows ? r : rows - 1];
-            strip->most[lane] = -INFINITY;
-            strip->total[lane] = 0;
+            strip->most[lane] = sinks ? *task->sink : -INFINITY;
+            strip->total[lane] = sinks;
             strip->slope[lane] = query->slope;
             strip->reach[lane] = (int64_t)query->reach;
             if (lane == 0)

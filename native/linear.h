@@ -31,7 +31,11 @@ enum {
 };
 
 enum arithmetic { FLOATS, CODES, BFLOATS, ARITHMETICS };
-enum activation { NONE, RELU, SILU, GELU, GELU_TANH, QUICK_GELU, ACTIVATIONS };
+enum activation { NONE, RELU, SILU, GELU, GELU_TANH, QUICK_GELU, CLIPPED, ACTIVATIONS };
+
+/* CLIPPED: QUICK_GELU of no more than LIMIT. Of a gated layer the other number is clipped to LIMIT on both sides, and 1
+ * is added to it. */
+static const float LIMIT = 7;
 
 /* A norm of rows: a layer norm, or one by the mean square alone. */
 typedef struct {

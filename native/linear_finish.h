@@ -92,7 +92,7 @@ INLINE void finish_gate_as(const Product *product, const Rows *rows, size_t firs
     for (int i = 0; i < HALF / LANES; i++) {
         v[i] = result_of(columns[i], rows, row, sums + i * LANES);
         v[i] = activation == GELU ? gelu_in_short(v[i]) : activated(v[i], activation);
-        v[i] *= result_of(columns[HALF / LANES + i], rows, row, others + i * LANES);
+        v[i] *= factor_of(result_of(columns[HALF / LANES + i], rows, row, others + i * LANES), activation);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < HALF / LANES; i += 2)
@@ -111,6 +111,9 @@ INLINE void finish_gate(const Product *product, const Rows *rows, size_t first, 
         break;
     case QUICK_GELU:
         finish_gate_as(product, rows, first, row, sums, others, column, columns, QUICK_GELU);
+        break;
+    case CLIPPED:
+        finish_gate_as(product, rows, first, row, sums, others, column, columns, CLIPPED);
         break;
     default:
         finish_gate_as(product, rows, first, row, sums, others, column, columns, GELU_TANH);

@@ -43,9 +43,21 @@ INLINE vector activated(vector x, enum activation activation)
         return gate(x, x * (x * x * 0.0713548162726f + 1.59576912161f));
     case QUICK_GELU:
         return gate(x, x * 1.702f);
+    case CLIPPED:
+        x = pick(x > LIMIT, SPLAT(LIMIT), x);
+        return gate(x, x * 1.702f);
     default:
         return x;
     }
+}
+
+/* What an activated number of a gated layer is multiplied with. */
+INLINE vector factor_of(vector other, enum activation activation)
+{
+    if (activation != CLIPPED)
+        return other;
+    other = pick(other > LIMIT, SPLAT(LIMIT), other);
+    return pick(other < -LIMIT, SPLAT(-LIMIT), other) + 1.0f;
 }
 
 INLINE void activate(float *numbers, int width, enum activation activation)
@@ -61,6 +73,7 @@ INLINE void activate(float *numbers, int width, enum activation activation)
         ALL(GELU)
         ALL(GELU_TANH)
         ALL(QUICK_GELU)
+        ALL(CLIPPED)
     default:
         break;
     }
@@ -78,7 +91,7 @@ INLINE void finish_row(const Product *product, size_t row, float *line, size_t c
     size_t count = product->outputs - column < (size_t)width ? product->outputs - column : (size_t)width;
     size_t bytes = item_bytes[product->out_type];
     for (int i = 0; product->gated && i < width; i += LANES)
-        STORE(line + i) *= LOAD(line + width + i);
+        STORE(line + i) *= factor_of(LOAD(line + width + i), product->activation);
     if (product->add) {
         widen(product->add + row * product->add_line + column * bytes, product->out_type, count, more);
         for (size_t i = 0; i < count; i++)

@@ -25,7 +25,8 @@
  *     are asked, or the first alone: its number of rows decides the arithmetic. Else it depends by rounding only. Of a
  *     sheet no query depends on the batch, the threads, or what else is asked, not even by rounding. Nor does a causal
  *     query whose first keys lie elsewhere: its sequence may be cut at any multiple of CUT, into sequences that read the
- *     rows of the ones before.
+ *     rows of the ones before. Nor does a query with a window, if rows are missing that begin and end at multiples of CUT
+ *     and lie in records as they would be computed.
  *
  * THREADS and INSTRUCTION SETS: see team.h.
  */
@@ -87,6 +88,7 @@ typedef struct Job {
     const float *table; /* [heads or 1, 2 * table_span - 1], or NULL */
     size_t table_span, table_line;
     size_t window; /* 0: none */
+    const float *sinks; /* of each head, or NULL */
     float *made;   /* a table in which the window is, or NULL */
 
     Distances *distances; /* of each head, or NULL */
@@ -217,14 +219,16 @@ static size_t position_of(const Job *job, size_t sequence, size_t i)
     return job->positions ? (size_t)job->positions[(size_t)job->asked[sequence] + i] : i;
 }
 
-/* A sheet has as many heads of keys as of queries, and each query sees all keys, or those that are near. With terms by
- * distance products of tiles are as fast or faster where all rows are fresh. */
+/* A sheet has as many heads of keys as of queries, each query sees all keys, or those that are near, and no sink. With
+ * terms by distance products of tiles are as fast or faster where all rows are fresh. */
 static bool is_sheet(const Job *job, size_t sequence)
 {
     const bool tiles = job->kernel->most > TILE && fresh_of(job, sequence) == keys_of(job, sequence);
     if (job->attention.distant && (tiles || !job->kernel->prepare_sheet))
         return false;
-    return job->kernel->attend_sheet && job->shares == 1 && !job->causal && keys_of(job, sequence) <= SHEET;
+    return job->kernel->attend_sheet && job->shares == 1 && !job->causal && !job->sinks &&
+           keys_of(job, sequence) <= SHEET;
+}
 }
 
 /* Whether rows of records must become numbers, so that a sheet has to hold them. */
@@ -233,25 +237,35 @@ static bool makes_rows(const Job *job)
     return job->stored[KEY] && (job->cosine || job->record.bits || job->record.type != job->attention.type);
 }
 
-/* Whether tasks end where they do if the sequence's first rows are in it too: with windows the first query of a task
- * decides how its keys are cut into blocks. */
+/* Whether tasks end where they do if all rows of a sequence are queries: with windows the first query of a task decides
+ * how its keys are cut into blocks. */
 static bool is_cut(const Job *job)
 {
-    return job->causal && job->window > 0;
+    return job->window > 0;
 }
 
-/* Rows that a tile would begin with, if the sequence's first rows were in it too. */
-static size_t missing_of(const Job *job, size_t sequence)
+/* The first query that stands at this position or behind it. */
+static size_t query_at(const Job *job, size_t sequence, size_t position)
 {
-    return is_cut(job) && queries_of(job, sequence) > 0 ? position_of(job, sequence, 0) % job->tile : 0;
+    size_t low = 0, high = queries_of(job, sequence);
+    if (!job->positions)
+        return position < high ? position : high;
+    while (low < high) {
+        const size_t middle = (low + high) / 2;
+        if (position_of(job, sequence, middle) < position)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
 }
 
 static size_t tasks_of(const Job *job, size_t sequence)
 {
-    const size_t queries = queries_of(job, sequence) + missing_of(job, sequence);
+    const size_t queries = queries_of(job, sequence), rows = is_cut(job) && queries > 0 ? keys_of(job, sequence) : queries;
     if (is_sheet(job, sequence))
         return (queries + job->part - 1) / job->part * ((job->heads + job->share - 1) / job->share);
-    return (queries + job->tile - 1) / job->tile * job->heads;
+    return (rows + job->tile - 1) / job->tile * job->heads;
 }
 
 /* Chooses tile, share and part and counts the tasks: large ones read keys less often, many are shared better. */
@@ -359,20 +373,23 @@ static void attend_task(const Job *job, size_t number, char *scratch)
         attend_sheet(job, low, number - job->tasks[low], scratch);
         return;
     }
-    const size_t rest = number - job->tasks[low], head = rest % job->heads, part = rest / job->heads;
-    const size_t missing = missing_of(job, low), first = part ? part * job->tile - missing : 0;
-    const size_t most = part ? job->tile : job->tile - missing;
-    const size_t left = queries_of(job, low) - first, keys = keys_of(job, low);
+    const size_t rest = number - job->tasks[low], head = rest % job->heads, begin = rest / job->heads * job->tile;
+    const bool cut = is_cut(job);
+    const size_t first = cut ? query_at(job, low, begin) : begin, all = queries_of(job, low), keys = keys_of(job, low);
+    const size_t behind = cut ? query_at(job, low, begin + job->tile) : all - first < job->tile ? all : first + job->tile;
+    if (first == behind)
+        return;
     const size_t bytes = job->attention.stored.width * item_bytes[job->attention.type];
     Query *queries = (Query *)(scratch + job->kernel_bytes);
     RowTask own = {.task = {.queries = queries,
-                            .count = left < most ? left : most,
-                            .like = job->causal || fresh_of(job, low) == keys ? keys : queries_of(job, low),
+                            .count = behind - first,
+                            .like = job->causal || cut || fresh_of(job, low) == keys ? keys : all,
                             .last = keys,
                             .causal = job->causal,
                             .locate = locate_block,
                             .splits = 1,
-                            .distances = job->distances ? job->distances + head : NULL},
+                            .distances = job->distances ? job->distances + head : NULL,
+                            .sink = job->sinks ? job->sinks + head : NULL},
                    .job = job,
                    .sequence = low,
                    .head = head / job->shares,
@@ -388,8 +405,7 @@ static void attend_task(const Job *job, size_t number, char *scratch)
         if (job->table)
             queries[r].bias = (const char *)(job->table + head * job->table_line + job->table_span - 1 - position);
     }
-    if (job->window > 0) {
-        const size_t own = position_of(job, low, first), begin = is_cut(job) ? own / job->tile * job->tile : own;
+    if (cut) {
         const size_t end = position_of(job, low, first + task->count - 1);
         task->first = begin < job->window ? 0 : (begin - job->window + 1) / STRIDE * STRIDE;
         task->last = keys - end < job->window ? keys : end + job->window;
@@ -596,7 +612,7 @@ PyDoc_STRVAR(
     "of keys and values, width). layout: (starts, key_starts, positions, sources, asked). stored: (keys, values, rows, key_scales,\n"
     "value_scales, type, bits, line, line of scales). turn: (cos, sin, span, half), addresses. table: (address, span,\n"
     "line in numbers, window). distances: (keys, line, queries, line, rows, buckets, span). flags: (scale, threads,\n"
-    "isa, causal).\n\n"
+    "isa, causal, sinks).\n\n"
     "Raises ValueError before anything is written, or MemoryError.");
 
 enum { STARTS, KEY_STARTS, POSITIONS, SOURCES, ASKED, KEYS, VALUES, COUNTS, KEY_SCALES, VALUE_SCALES, BUCKETS, BUFFERS };
@@ -622,21 +638,21 @@ static RowCall *read_call(PyObject *args)
     if (!call)
         return (RowCall *)PyErr_NoMemory();
     Py_buffer *at = call->at;
-    unsigned long long data[4], cosine, sine, table, distance_keys, distance_queries;
+    unsigned long long data[4], cosine, sine, table, distance_keys, distance_queries, sinks;
     Py_ssize_t line[4], rows, fresh, keys, heads, key_heads, width, stored_line, scale_line, turn_span, half, table_span, table_line;
     Py_ssize_t window, key_line, query_line, distance_rows, distance_span, threads;
     int type, stored_type, bits, causal;
     float scale;
     const char *isa;
     if (!PyArg_ParseTuple(args,
-                          "((Kn)(Kn)(Kn)(Kn))(innnnnn)(y*y*y*y*y*)(y*y*y*y*y*iinn)(KKnn)(Knnn)(KnKnny*n)(fnsp):attend",
+                          "((Kn)(Kn)(Kn)(Kn))(innnnnn)(y*y*y*y*y*)(y*y*y*y*y*iinn)(KKnn)(Knnn)(KnKnny*n)(fnspK):attend",
                           &data[0], &line[0], &data[1], &line[1], &data[2], &line[2], &data[3], &line[3], &type, &rows,
                           &fresh, &keys, &heads, &key_heads, &width, &at[STARTS], &at[KEY_STARTS], &at[POSITIONS], &at[SOURCES],
                           &at[ASKED], &at[KEYS], &at[VALUES], &at[COUNTS], &at[KEY_SCALES], &at[VALUE_SCALES],
                           &stored_type, &bits, &stored_line, &scale_line, &cosine, &sine, &turn_span, &half, &table,
                           &table_span, &table_line, &window, &distance_keys, &key_line, &distance_queries, &query_line,
                           &distance_rows, &at[BUCKETS], &distance_span, &scale, &threads, &isa,
-                          &causal)) {
+                          &causal, &sinks)) {
         free(call); /* what was held is given back already */
         return NULL;
     }
@@ -724,6 +740,7 @@ static RowCall *read_call(PyObject *args)
                    .table_span = (size_t)table_span,
                    .table_line = (size_t)table_line,
                    .window = (size_t)window,
+                   .sinks = (const float *)(uintptr_t)sinks,
                    .distances = distances,
                    .kernel = kernel};
         const char *fault = done ? find_fault(&call->job, (size_t)rows, (size_t)fresh, (size_t)keys) : NULL;

@@ -12,12 +12,10 @@ thread, its processor time; bfloat16.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,9 +27,9 @@ import torch
 from bench_peers import processor_of
 from loghub_windows import windows
 from matplotlib.figure import Figure
+from measured_at import measured_at
 from workloads import lines_of
 
-import attmemo
 from attmemo import memoize
 from attmemo.profiler.plots import BLUE, GREY, ORANGE, STYLE, png
 from attmemo.system.machine import conditions
@@ -96,11 +94,8 @@ def measure(folder: Path, texts: Sequence[str]) -> list[list[float]]:
 def run(shared: Path) -> dict[str, Any]:
     """All cases, and what they were measured on."""
     torch.set_num_threads(1)
-    root = Path(attmemo.__file__).parents[1]
-    commit = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     seen = conditions()
-    found: dict[str, Any] = {
-        "commit": commit.stdout.strip() or "unknown", "date": datetime.date.today().isoformat(),
+    found: dict[str, Any] = measured_at() | {
         "processor": processor_of(seen["features"]), "conditions": seen, "points": {},
     }  # fmt: skip
     gc.disable()

@@ -13,6 +13,10 @@ from attmemo.wording import counted
 _NEXT = "docs/own-family.md says how to add a family"
 _MODES = ["none", "rows", "maps"]  # what memoize takes as reuse=
 _PROVEN = "memoize proves it on the weights"
+_EQUAL = {
+    "prefix": "reuse='prefix', tokens see those before them",
+    "local": "reuse='local', tokens see {} tokens to each side",
+}
 
 
 def families(
@@ -47,10 +51,11 @@ def families(
                 )
                 for row in found["families"]
             ]  # fmt: skip
-            columns = ("family", "models", "attends to", "exact", "rows", "maps", "refused or left exact")
+            columns = ("family", "models", "attends to", "exact, 8 bits", "rows", "maps", "refused or left exact")
             remark = (
-                "What memoize(model, reuse=…) can do: 'none' is exact (packed blocks), 'rows' and 'maps' reuse "
-                "records. Other families may work: attmemo families MODEL tells. docs/own-family.md adds one."
+                "What memoize(model, reuse=…) can do: 'none' is exact (packed blocks; in 8 bits with linear='int8'), "
+                "'rows' and 'maps' reuse records. Other families may work: attmemo families MODEL tells. "
+                "docs/own-family.md adds one."
             )
             out.table("Families of self-attention", columns, rows, remark)
         else:
@@ -62,6 +67,8 @@ def families(
                 out.say(f"  {layers}, {heads}, {found['mask_kind']}")
                 modes = {"none": "exact (packed blocks)", "rows": "rows", "maps": "maps"}
                 out.say(f"  works: {', '.join(modes[mode] for mode in found['reuse'])}")
+                if found["equal"]:
+                    out.say(f"  equal rows, exactly: {_EQUAL[found['equal']].format(found['reach'])}")
                 if found["no_rows"]:
                     why = "no rows" if "none" in found["reuse"] else "no packed blocks, so no rows"
                     out.say(f"  {why}: {found['no_rows']}")
@@ -102,8 +109,11 @@ def _look_at(name: str) -> dict[str, Any]:
         return about | {"supported": False, "reason": error.what.rstrip(".")}
     blocks = find_blocks(adapter, bare)
     no_rows = blocks if isinstance(blocks, str) else blocks.no_rows
+    reach = None if isinstance(blocks, str) else blocks.reach
+    prefixes = not isinstance(blocks, str) and blocks.has_prefixes
     return about | {
         "reuse": _modes(not isinstance(blocks, str), no_rows is None, adapter.has_maps), "no_rows": no_rows,
+        "equal": "prefix" if prefixes else None if reach is None else "local", "reach": reach,
         "supported": True, "known_by": f"structure; {_PROVEN}", "family": adapter.family,
         "mask_kind": adapter.mask_kind, "layers": len(sites), "heads": adapter.shape(sites[0].module)[0],
     }  # fmt: skip

@@ -52,9 +52,10 @@ def serve(
         "auto: in the cache directory.  [default: with a budget memory, else none]",
         metavar="DIR", show_default=False,
     )] = None,
-    reuse: Annotated[Literal["auto", "rows", "maps", "prefix", "none"], _named(
+    reuse: Annotated[Literal["auto", "rows", "maps", "prefix", "local", "none"], _named(
         "ATTMEMO_REUSE", "What records supply; prefix: of causal models what texts begin with, exactly, in memory; "
-        "none: every answer is computed, without padding."
+        "local: of encoders with local layers alone what is far from every edit, as exactly; none: every answer is "
+        "computed, without padding."
     )] = "auto",
     linear: Annotated[Literal["auto", "exact", "int8"], _named(
         "LINEAR", "Arithmetic of linear layers; int8: faster, answers are near the exact ones; auto: exact, or with a "

@@ -179,7 +179,7 @@ class StackMemoization(Memoization):
 
     @property
     def reuse(self) -> str:
-        """``"rows"``, ``"prefix"`` or ``"none"``."""
+        """``"rows"``, ``"prefix"``, ``"local"`` or ``"none"``."""
         return self.engine.reuse.name
 
     def stats(self) -> dict[str, Any]:
@@ -206,6 +206,7 @@ class StackMemoization(Memoization):
             ``prefixes`` (of causal blocks, tokens whose rows were not computed: ``shared`` with another sequence of
             the batch, and ``stored``; ``tokens`` in the store, and those of them that several sequences began with,
             ``common``; its ``bytes`` and ``max_bytes``; None: the blocks are not causal),
+            ``local`` (the same of local rows; None: there are none),
             ``rows_afterwards`` (rows computed to verify answers after they were given, never reset), ``guard`` (see
             docs/guard.md; None without a budget), ``shadow`` (in shadow mode what would have become of answers), and
             ``pays`` (whether guarded forwards take no longer with records than without; None: not known).
@@ -244,7 +245,8 @@ class StackMemoization(Memoization):
             "weight_bytes": self.packed.nbytes + self._rounded_bytes,
             "first_row": self.first_row and not (self._head is not None and self._head.reads_more),
             **self._growth(),
-            "prefixes": self._prefixes(done.shared, done.stored),
+            "prefixes": self._equal(done.shared, done.stored) if self.packed.blocks.causal else None,
+            "local": self._equal(done.shared, done.stored) if self.reuse == "local" else None,
             "rows_afterwards": 0 if self.guarded is None else self.guarded.rows_afterwards,
             "guard": guard,
             "shadow": None if shadow is None else shadow.stats(),
@@ -313,9 +315,7 @@ class StackMemoization(Memoization):
             return {"records": 0, "record_bytes": 0, "offered": {}}
         return {"records": len(store), "record_bytes": store.nbytes, "offered": store.done}
 
-    def _prefixes(self, shared: int, stored: int) -> dict[str, int] | None:
-        if not self.packed.blocks.causal:
-            return None
+    def _equal(self, shared: int, stored: int) -> dict[str, int]:
         reuse = self.engine.reuse
         none = {"tokens": 0, "common": 0, "bytes": 0, "max_bytes": 0}
         kept = reuse.store.counts(reuse.root) if isinstance(reuse, PrefixRows) else none
@@ -325,7 +325,8 @@ class StackMemoization(Memoization):
         state = "on" if self.enabled else "off"
         layers = "" if self.linear == "exact" else f", {self.linear} linear layers"
         if isinstance(self.engine.reuse, PrefixRows):
-            return f"<attmemo {state}: prefixes in memory{layers}>"
+            kept = "prefixes" if self.reuse == "prefix" else "local rows"
+            return f"<attmemo {state}: {kept} in memory{layers}>"
         if self.threshold is None:
             return f"<attmemo {state}: packed blocks, nothing reused{layers}>"
         where = self.database or self.folder or "memory"

@@ -15,7 +15,7 @@ def attend(
     turn: tuple[int, int, int, int],
     table: tuple[int, int, int, int],
     distances: tuple[int, int, int, int, int, Buffer, int],
-    flags: tuple[float, int, str, bool],
+    flags: tuple[float, int, str, bool, int],
     /,
 ) -> None: ...
 def use_team(path: str, /) -> bool: ...

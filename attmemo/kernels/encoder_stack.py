@@ -156,7 +156,8 @@ class Chain:
         return weight, bias, norm.eps, 0, norm.centred
 
     def __call__(
-        self, hidden: Tensor, layout: Layout, *, scale: float, table: Tensor | None = None,
+        self, hidden: Tensor, layout: Layout, *, scale: float,
+        table: Tensor | Callable[[int], Tensor | None] | None = None,
         angles: Mapping[str, Angles] | None = None, stored: Callable[[int], Stored | None] | None = None,
         turn: Callable[[str], Turn | None] | None = None,
         disentangled: Callable[[int], Disentangled | None] | None = None, keep: Copies | None = None,
@@ -167,7 +168,7 @@ class Chain:
         Parameters
         ----------
         layout, scale, table
-            As in `attend`, of all blocks.
+            As in `attend`, of all blocks; or a function that gives the table for the number of a block.
         angles
             Of each kind of the links, for every position.
         stored, disentangled : callable
@@ -193,7 +194,7 @@ class Chain:
         rows, size, key_size = len(hidden), self._size, self._key_size
         if (
             self._are_alike and stored is None and disentangled is None and keep is None and asked is None
-            and layout.positions is None and layout.sources is None and layout.asked is None
+            and layout.positions is None and layout.sources is None and layout.asked is None and not callable(table)
         ):  # fmt: skip
             return self._of_whole_sequences(hidden, layout.starts, layout.key_starts, scale, table, threads)
         some = rows if asked is None else len(asked)  # of the result
@@ -205,22 +206,24 @@ class Chain:
         shared = stored is None and disentangled is None
 
         def given(number: int) -> dict[str, Any]:
-            link = self._links[number]
+            link, records = self._links[number], None if stored is None else stored(number)
+            moved = records is not None and not records.still
             return {
                 "window": link.window,
-                "stored": None if stored is None else stored(number),
-                "turn": None if turn is None or stored is None or link.kind is None else turn(link.kind),
+                "table": table(number) if callable(table) else table,
+                "stored": records,
+                "turn": turn(link.kind) if moved and turn is not None and link.kind is not None else None,
                 "disentangled": None if disentangled is None else disentangled(number),
             }
 
-        made: dict[tuple[int | None, str | None], Attend] = {}
+        made: dict[tuple[int | None, str | None, int], Attend] = {}
         calls: list[Attend] = []
         for number, link in enumerate(self._links):
-            alike = link.window, None if turn is None else link.kind
+            alike = link.window, None if turn is None else link.kind, number if callable(table) else 0
             base = made.get(alike)
             if base is None:
                 base = made[alike] = Attend(
-                    queries, keys, values, self._heads, layout, scale=scale, table=table, causal=self._causal,
+                    queries, keys, values, self._heads, layout, scale=scale, causal=self._causal,
                     out=context, threads=threads, **given(number),
                 )  # fmt: skip
             elif not shared:
@@ -229,7 +232,7 @@ class Chain:
             calls.append(base)
         if shared and len(made) == 1:
             calls = calls[:1]
-        positions = _positions(layout) if self._kinds else np.zeros(0, np.int32)
+        positions = positions_of(layout) if self._kinds else np.zeros(0, np.int32)
         turns = [(angles or {})[kind] for kind in self._kinds]
         ending: Any = None
         if asked is not None:
@@ -239,8 +242,8 @@ class Chain:
                 pair = part.view(-1)[: 2 * key_size * rows].view(rows, 2 * key_size)
                 keys, values = pair[:, :key_size], pair[:, key_size:]
             attends = Attend(
-                wanted, keys, values, self._heads, layout.asking(asked), scale=scale, table=table,
-                causal=self._causal, out=context[:some], threads=threads, **given(len(self._links) - 1),
+                wanted, keys, values, self._heads, layout.asking(asked), scale=scale, causal=self._causal,
+                out=context[:some], threads=threads, **given(len(self._links) - 1),
             )  # fmt: skip
             between = hidden.new_empty(some, up.outputs) if up.are_two_calls(some, threads) else None
             addresses = (0 if t is None else t.data_ptr() for t in (picked, wanted, between))
@@ -278,7 +281,7 @@ class Chain:
             ((queries, line), (keys, line), (keys + key_size * item, line), (context, size * item)),
             (up.kind[0], rows, rows, int(key_starts[-1]), heads, key_size // width, width),
             (starts, key_starts, b"", b"", b""), NOT_STORED, NOT_TURNED,
-            table_of(table, self._links[0].window, heads), NOT_DISTANT, (scale, threads, "", self._causal),
+            table_of(table, self._links[0].window, heads), NOT_DISTANT, (scale, threads, "", self._causal, 0),
         )  # fmt: skip
         native.run(
             self._native, (hidden.data_ptr(), hidden.stride(0) * item, rows), queries, _NO_TURNS, (call,), None, (),
@@ -290,8 +293,12 @@ class Chain:
 _NO_TURNS: Any = (np.zeros(0, np.int32), ())
 
 
-def _positions(layout: Layout) -> npt.NDArray[np.int32]:
-    """Of each row, in its sequence."""
+def positions_of(layout: Layout) -> npt.NDArray[np.int32]:
+    """The place of each row in its sequence, ``[N]``.
+
+    It counts from 0 whatever the caller counts from: rotary models see distances alone, and rows of records too were
+    counted from 0.
+    """
     if layout.positions is not None:
         return layout.positions
     starts = layout.starts

@@ -47,10 +47,11 @@ _FUSED: Final = {
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
     "quick_gelu": ("none", ""),
+    "clipped": ("none", ""),
 }
 """What the private operator calls each activation: name and algorithm."""
 
-_NOT_FUSED: Final = ("quick_gelu",)
+_NOT_FUSED: Final = ("quick_gelu", "clipped")
 """Activations that it does not know: they are a pass of their own."""
 
 AFTER: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -60,8 +61,12 @@ AFTER: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": lambda y: torch.ops.aten.gelu_(y, approximate="none"),
     "gelu_tanh": lambda y: torch.ops.aten.gelu_(y, approximate="tanh"),
     "quick_gelu": lambda y: y.mul_(torch.sigmoid(1.702 * y)),
+    "clipped": lambda y: y.clamp_(max=LIMIT).mul_(torch.sigmoid(1.702 * y)),
 }
 ACTIVATIONS: Final = tuple(_FUSED)
+
+LIMIT: Final = 7.0
+"""Of "clipped": as in native/linear.h."""
 
 _CHECKED: Final = 16  # rows of the check
 
@@ -259,6 +264,7 @@ def agrees(
     other, wrong = torch.ones(()), weight.shape[1] * 2**-23 * _sizes(x, weight, bias)
     if gated:
         line, other = line.chunk(2, 1)
+        other = factor_of(other, activation)
         wrong, more = wrong.chunk(2, 1)
         wrong = other.abs() * wrong + (line.abs() + wrong) * more
     exact = AFTER[activation](line.clone()) * other
@@ -268,6 +274,11 @@ def agrees(
     # those of a float32 sum in any order. A number in a wrong place is off by a hundred times as much.
     bound = 2 * torch.finfo(y.dtype).eps * ((line * other).abs() + exact.abs()) + wrong
     return bool(((y.float() - exact).abs() <= bound).all())
+
+
+def factor_of(other: Tensor, activation: str) -> Tensor:
+    """What the activated half of a gated layer is multiplied with, from the other half."""
+    return other.clamp(-LIMIT, LIMIT) + 1 if activation == "clipped" else other
 
 
 def _sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

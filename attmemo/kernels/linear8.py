@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attmemo.kernels.linear import AFTER, stacked
+from attmemo.kernels.linear import AFTER, factor_of, stacked
 from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Numbers, Panels, Weights, columns_of
 
 LinearName = Literal["exact", "int8"]
@@ -82,7 +82,7 @@ def linear8_in_torch(
         line += bias.float()
     if gated:
         line, other = line.chunk(2, 1)
-        line = AFTER[activation](line.contiguous()) * other
+        line = AFTER[activation](line.contiguous()) * factor_of(other, activation)
     else:
         line = AFTER[activation](line)
     if add is not None:

@@ -83,6 +83,8 @@ class Stored:
         ``[B]``. Addresses of the float32 scales of codes, one for each row and head: ``[row][head]``.
     scale_row_bytes
         Bytes from the scales of a row to those of the next.
+    still
+        Whether no key has moved: a row's number in its record says nothing of its position.
     """
 
     keys: npt.NDArray[np.uint64]
@@ -93,6 +95,7 @@ class Stored:
     key_scales: npt.NDArray[np.uint64] | None = None
     value_scales: npt.NDArray[np.uint64] | None = None
     scale_row_bytes: int = 0
+    still: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,23 +147,11 @@ class Disentangled:
 
 
 def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    heads: int,
-    layout: Layout,
-    *,
-    scale: float,
-    stored: Stored | None = None,
-    turn: Turn | None = None,
-    table: Tensor | None = None,
-    window: int | None = None,
-    disentangled: Disentangled | None = None,
-    causal: bool = False,
-    out: Tensor | None = None,
-    threads: int | None = None,
-    isa: str = "",
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, heads: int, layout: Layout, *, scale: float,
+    stored: Stored | None = None, turn: Turn | None = None, table: Tensor | None = None, window: int | None = None,
+    disentangled: Disentangled | None = None, causal: bool = False, sinks: Tensor | None = None,
+    out: Tensor | None = None, threads: int | None = None, isa: str = "",
+) -> Tensor:  # fmt: skip
     """Attend with each query over all keys of its sequence: ``[W, H * D]``.
 
     Parameters
@@ -178,6 +169,8 @@ def attend(
         Keys are seen whose position differs by less than this. None: all are.
     causal
         Keys behind the query's own position are not seen.
+    sinks
+        float32 ``[H]``: of each head a score that softmax counts beside those of the keys. It has no value.
     out
         Where the result is written; it shares no memory with what is read. None: a new tensor.
     threads
@@ -196,7 +189,7 @@ def attend(
         out = torch.empty(queries.shape, dtype=queries.dtype)
     call = Attend(
         queries, keys, values, heads, layout, scale=scale, stored=stored, turn=turn, table=table, window=window,
-        disentangled=disentangled, causal=causal, out=out, threads=threads, isa=isa,
+        disentangled=disentangled, causal=causal, sinks=sinks, out=out, threads=threads, isa=isa,
     )  # fmt: skip
     native.attend(*call.arguments)
     return out
@@ -215,7 +208,7 @@ class Attend:
         self, queries: Tensor, keys: Tensor, values: Tensor, heads: int, layout: Layout, *, scale: float, out: Tensor,
         stored: Stored | None = None, turn: Turn | None = None, table: Tensor | None = None,
         window: int | None = None, disentangled: Disentangled | None = None, causal: bool = False,
-        threads: int | None = None, isa: str = "",
+        sinks: Tensor | None = None, threads: int | None = None, isa: str = "",
     ) -> None:  # fmt: skip
         _check(queries, keys, values, heads, out)
         if len(layout.key_starts) == 0:
@@ -227,7 +220,10 @@ class Attend:
         distances = _distances(disentangled, queries)
         width = columns // heads
         self._queries, self._columns, self._key_heads = queries, keys.shape[1], keys.shape[1] // width
-        self._alive: Any = (queries, keys, values, out, layout, stored, turns, added, disentangled)
+        fits = sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (heads,) and sinks.is_contiguous())
+        if sinks is not None and not fits:
+            raise ValueError(f"sinks are float32 [{heads}], not {sinks.dtype} {tuple(sinks.shape)}")
+        self._alive: Any = (queries, keys, values, out, layout, stored, turns, added, disentangled, sinks)
         self.arguments: Any = (
             tuple([(t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)]),
             (
@@ -235,18 +231,18 @@ class Attend:
                 width,
             ),
             (
-                _array(layout.starts, np.int64),
-                _array(layout.key_starts, np.int64),
-                _array(layout.positions, np.int32),
-                _array(layout.sources, np.int32),
-                _array(layout.asked, np.int64),
+                _array(layout.starts, np.int64), _array(layout.key_starts, np.int64),
+                _array(layout.positions, np.int32), _array(layout.sources, np.int32), _array(layout.asked, np.int64),
             ),
             NOT_STORED if stored is None else _records(stored, keys.shape[1], self._key_heads),
             NOT_TURNED if turns is None else _turns(turns),
             table_of(added, window, heads),
             distances,
-            (scale, torch.get_num_threads() if threads is None else threads, isa, causal),
-        )
+            (
+                scale, torch.get_num_threads() if threads is None else threads, isa, causal,
+                0 if sinks is None else sinks.data_ptr(),
+            ),
+        )  # fmt: skip
 
     def of(self, stored: Stored | None, disentangled: Disentangled | None) -> Attend:
         """The same call with other records and terms: all other arguments need no second look."""
@@ -279,6 +275,7 @@ def attend_plain(
     window: int | None = None,
     disentangled: Disentangled | None = None,
     causal: bool = False,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """`attend` in plain torch, one sequence after the other. Everything is computed, and returned, in `dtype`.
@@ -321,7 +318,9 @@ def attend_plain(
             scores = scores.masked_fill(distance.abs() >= window, -torch.inf)
         if causal:
             scores = scores.masked_fill(distance < 0, -torch.inf)
-        out[rows] = torch.einsum("hij,jhd->ihd", torch.softmax(scores, -1), value).flatten(1)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(dtype)[:, None, None].expand(-1, len(query), 1)), -1)
+        out[rows] = torch.einsum("hij,jhd->ihd", torch.softmax(scores, -1)[..., :length], value).flatten(1)
     return out
 
 
@@ -404,16 +403,10 @@ def _records(stored: Stored, columns: int, heads: int) -> Any:
     if stored.row_bytes < columns * stored.dtype.itemsize or (codes and stored.scale_row_bytes < heads * 4):
         raise ValueError("row_bytes or scale_row_bytes are fewer than those of a row")
     return (
-        _array(stored.keys, np.uint64),
-        _array(stored.values, np.uint64),
-        _array(stored.rows, np.int64),
-        _array(stored.key_scales, np.uint64),
-        _array(stored.value_scales, np.uint64),
-        _TYPES.get(stored.dtype, 0),
-        8 if codes else 0,
-        stored.row_bytes,
-        stored.scale_row_bytes,
-    )
+        _array(stored.keys, np.uint64), _array(stored.values, np.uint64), _array(stored.rows, np.int64),
+        _array(stored.key_scales, np.uint64), _array(stored.value_scales, np.uint64), _TYPES.get(stored.dtype, 0),
+        8 if codes else 0, stored.row_bytes, stored.scale_row_bytes,
+    )  # fmt: skip
 
 
 def _turns(turns: tuple[Tensor, Tensor]) -> tuple[int, int, int, int]:

@@ -14,6 +14,7 @@ from attmemo.models.base import Adapter, Call, Rows, Site
 from attmemo.models.bert import BertAdapter
 from attmemo.models.check import check_adapter
 from attmemo.models.clip_text import ClipTextAdapter
+from attmemo.models.clip_vision import ClipVisionAdapter
 from attmemo.models.deberta import DebertaAdapter
 from attmemo.models.deberta_v2 import DebertaV2Adapter
 from attmemo.models.distilbert import DistilBertAdapter
@@ -24,15 +25,18 @@ from attmemo.models.masks import Spans
 from attmemo.models.modernbert import ModernBertAdapter
 from attmemo.models.mpnet import MPNetAdapter
 from attmemo.models.opt import OPTAdapter
+from attmemo.models.privacy_filter import PrivacyFilterAdapter
 from attmemo.models.rotary_encoder import RotaryEncoderAdapter
 from attmemo.models.t5 import T5Adapter
+from attmemo.models.umt5 import UMT5Adapter
 from attmemo.models.vit import ViTAdapter
 from attmemo.models.whisper import WhisperAdapter
 
 ADAPTERS: tuple[Adapter, ...] = (
     BertAdapter(), AlbertAdapter(), DistilBertAdapter(), MPNetAdapter(), DebertaAdapter(), DebertaV2Adapter(),
-    ModernBertAdapter(), RotaryEncoderAdapter(), ViTAdapter(), ClipTextAdapter(), BartAdapter(), T5Adapter(),
-    WhisperAdapter(), GPT2Adapter(), GPTNeoAdapter(), OPTAdapter(), LlamaAdapter(),
+    ModernBertAdapter(), PrivacyFilterAdapter(), RotaryEncoderAdapter(), ViTAdapter(), ClipTextAdapter(),
+    ClipVisionAdapter(), BartAdapter(), T5Adapter(), UMT5Adapter(), WhisperAdapter(), GPT2Adapter(), GPTNeoAdapter(),
+    OPTAdapter(), LlamaAdapter(),
 )  # fmt: skip
 
 _REPLACED = "projections are not plain linear layers"

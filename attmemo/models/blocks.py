@@ -31,6 +31,20 @@ _HARMLESS = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
+class Routed:
+    """A feed-forward layer in parts, of which each row uses few: experts.
+
+    The products of a row with the router's weights choose the parts, and become shares of their sum by softmax.
+    """
+
+    module: nn.Module  # the original, which gives the output first
+    router: nn.Linear
+    parts: tuple[tuple[nn.Linear, nn.Linear], ...]  # each a gated layer, and the one behind it
+    used: int  # parts of a row
+    activation: str  # of the gates, as kernels name it
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """One block: attention with its residual, then the feed-forward layer with its residual.
 
@@ -43,10 +57,10 @@ class Block:
     out: nn.Module
     before: nn.Module | None
     behind: nn.Module | None
-    up: tuple[nn.Module, ...]  # one layer, or the layer that is activated and the one that it is multiplied by
+    up: tuple[nn.Module, ...]  # one layer; or one that is activated, and one that it is multiplied by; or none
     activation: Callable[[Tensor], Tensor]
     gated: bool  # the first half of what `up` gives is activated, and multiplied by the other half
-    down: nn.Module
+    down: nn.Module | None
     before_feed: nn.Module | None
     behind_feed: nn.Module | None
     inner: nn.Module | None = None
@@ -55,10 +69,13 @@ class Block:
     key: nn.Module | None = None
     window: int | None = None  # a token sees tokens less than this far away
     kind: str = ""  # of layers with different rotary positions
+    sinks: Tensor | None = None  # of each head a score that has no value, float32
+    routed: Routed | None = None  # in place of `up` and `down`
 
     @property
     def linears(self) -> tuple[nn.Module, ...]:
-        return (*self.qkv, self.out, *self.up, self.down)
+        parts = () if self.routed is None else [one for pair in self.routed.parts for one in pair]
+        return (*self.qkv, self.out, *self.up, *([] if self.down is None else [self.down]), *parts)
 
     @property
     def norms(self) -> tuple[nn.Module | None, ...]:
@@ -185,6 +202,14 @@ class Blocks:
         return self.causal and self.rotary
 
     @property
+    def reach(self) -> int | None:
+        """How far a row of the last hidden states sees to each side, through all blocks; None: without a limit."""
+        if self.causal or not self.rotary:
+            return None
+        windows = [block.window for block in self.blocks if block.window is not None]
+        return sum(windows) - len(windows) if len(windows) == len(self.blocks) else None
+
+    @property
     def sees_distances(self) -> bool:
         """Whether blocks and embeddings are the same wherever a sequence begins."""
         return self.rotary
@@ -228,6 +253,10 @@ class Blocks:
     def table(self, span: int) -> Tensor | None:
         """Bias by distance, float32 ``[h, 2 * span - 1]``: of key position less query position, plus ``span - 1``."""
         return None
+
+    def tables(self, span: int) -> list[Tensor | None]:
+        """The bias of each layer, or one that is that of all."""
+        return [self.table(span)]
 
     def disentangled(self, layer: int, span: int) -> Disentangled | None:
         """Position terms of DeBERTa for one layer."""

@@ -41,17 +41,8 @@ class ClipTextAdapter(Adapter):
         causal = hasattr(host, "eos_token_id")
         if not causal and not hasattr(host, "head"):
             return "its pooling is unknown"
-        found = []
-        for layer in host.encoder.layers:
-            own, feed = layer.self_attn, layer.mlp
-            found.append(
-                Block(
-                    layer, (own.q_proj, own.k_proj, own.v_proj), own.out_proj, layer.layer_norm1, None, (feed.fc1,),
-                    feed.activation_fn, False, feed.fc2, layer.layer_norm2, None,
-                )
-            )  # fmt: skip
         heads, width = self.shape(host.encoder.layers[0].self_attn)
-        return ClipTextBlocks(host, found, heads, width, causal)
+        return ClipTextBlocks(host, tower_blocks(host), heads, width, causal)
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
         host: Any = self.host(model)
@@ -62,6 +53,20 @@ class ClipTextAdapter(Adapter):
         end = host.eos_token_id
         end_texts(inputs, lengths, int(host.config.vocab_size) - 1 if end == _LEGACY else end)
         return inputs, lengths
+
+
+def tower_blocks(host: Any) -> list[Block]:
+    """The blocks of a tower, of texts or of images."""
+    found = []
+    for layer in host.encoder.layers:
+        own, feed = layer.self_attn, layer.mlp
+        found.append(
+            Block(
+                layer, (own.q_proj, own.k_proj, own.v_proj), own.out_proj, layer.layer_norm1, None, (feed.fc1,),
+                feed.activation_fn, False, feed.fc2, layer.layer_norm2, None,
+            )
+        )  # fmt: skip
+    return found
 
 
 class ClipTextBlocks(Blocks):

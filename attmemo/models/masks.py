@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+
+_AT_ONCE: Final = 1 << 18
+"""Numbers of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +87,25 @@ def read_mask(mask: Any, batch: int, length: int, causal: bool = False, window: 
         return None
     if allowed.shape[1] == 1:
         return spans if window is None or window >= length else None
-    wanted = valid[:, None, :]
-    if not causal and window is None and bool((allowed.numpy() == wanted.numpy()).all()):
-        return spans  # NumPy: torch would wake its threads, and compares bytes that are broadcast one by one
-    if causal or window is not None:
-        place = torch.arange(length, device=mask.device)
-        ahead = place[None, :] - place[:, None]  # [L, L], key position minus query position
-        seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
-        if window is not None:
-            seen &= ahead.abs() < window
-        wanted = wanted & seen
-    wrong = (allowed != wanted) & valid[:, :, None]  # the rows of padding do not matter
-    return None if bool(wrong.any()) else spans
+    own, seen = valid.numpy(), allowed.numpy()  # NumPy: torch compares bytes that are broadcast one by one
+    band = _band(length, causal, window) if causal or window is not None else None
+    some = max(1, _AT_ONCE // (len(own) * length))  # of a long text what is compared stays in a cache
+    for first in range(0, length, some):
+        part = slice(first, first + some)
+        wanted = own[:, None, :] if band is None else own[:, None, :] & band[part]
+        same = seen[:, part] == wanted
+        if not same.all() and not (same | ~own[:, part, None]).all():  # rows of padding do not matter
+            return None
+    return spans
+
+
+def _band(length: int, causal: bool, window: int | None) -> npt.NDArray[np.bool_]:
+    """Which keys a query sees by its distance, ``[L, L]``: a view of one line of numbers."""
+    ahead = np.arange(1 - length, length)  # key position minus query position
+    seen = ahead <= 0 if causal else np.ones(len(ahead), np.bool_)
+    if window is not None:
+        seen &= abs(ahead) < window
+    return np.lib.stride_tricks.as_strided(seen[length - 1 :], (length, length), (-1, 1), writeable=False)
 
 
 def adds_booleans(module: nn.Module, mask: Any) -> bool:

@@ -6,7 +6,7 @@ returns three values; so does that of a block.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,47 @@ from attmemo.models.blocks import Block, Blocks
 from attmemo.models.cache_name import CACHE_NAME
 
 
+class T5Blocks(Blocks):
+    """Blocks whose scores gain a bias by distance, the same in all layers: positions enter by nothing else."""
+
+    parameters: ClassVar[tuple[str, ...]] = (
+        "hidden_states", "attention_mask", "position_bias", "encoder_hidden_states", "encoder_attention_mask",
+        "encoder_decoder_position_bias",
+    )  # fmt: skip
+    relative = True
+    sees_distances = True
+
+    def passed(self, hidden: Tensor) -> Any:
+        return hidden, None, None
+
+    def buckets(self, attention: Any, distances: Tensor) -> Tensor:
+        """Rows of the table of a layer for these distances."""
+        found: Tensor = attention._relative_position_bucket(  # as `compute_bias` calls it
+            distances, bidirectional=True, num_buckets=attention.relative_attention_num_buckets,
+            max_distance=attention.relative_attention_max_distance,
+        )  # fmt: skip
+        return found
+
+    def table(self, span: int) -> Tensor | None:
+        return self.table_of(self.module, span)
+
+    def table_of(self, block: Any, span: int) -> Tensor:
+        """The table of a layer that has one."""
+        own = block.layer[0].SelfAttention
+        buckets = self.buckets(own, torch.arange(1 - span, span))
+        table: Tensor = own.relative_attention_bias(buckets).T
+        return table.float().contiguous()
+
+
 class T5Adapter(Adapter):
     """`encoder.block.i.layer.0.SelfAttention`."""
 
     family = "t5"
-    models = ("T5", "mT5", "Flan-T5")
-    limits = "the decoder stays exact; UMT5 and rows are refused"
+    models: ClassVar[tuple[str, ...]] = ("T5", "mT5", "Flan-T5")
+    limits = "the decoder stays exact; rows are refused"
     has_rows = False
     part, layers = "encoder", "num_layers"
-    parameters = ("hidden_states", "mask", "key_value_states", "position_bias", CACHE_NAME)
+    parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "mask", "key_value_states", "position_bias", CACHE_NAME)
     mask_name = "mask"
     harmless = frozenset({"mask", "position_bias"})
     shared = frozenset({"mask", "position_bias"})
@@ -32,6 +64,7 @@ class T5Adapter(Adapter):
     out = "o"
     heads, width = "n_heads", "key_value_proj_dim"
     ends_texts = True
+    stack: ClassVar[type[T5Blocks]] = T5Blocks
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         return not getattr(module, "is_decoder", True) and takes(module, "position_bias", "mask")
@@ -67,28 +100,4 @@ class T5Adapter(Adapter):
             )  # fmt: skip
         first, *others = host.block
         own = first.layer[0].SelfAttention
-        return T5Blocks(first, found, *self.shape(own), float(own.scaling), others)
-
-
-class T5Blocks(Blocks):
-    """Blocks whose scores gain a bias by distance, the same in all layers: positions enter by nothing else."""
-
-    parameters = (
-        "hidden_states", "attention_mask", "position_bias", "encoder_hidden_states", "encoder_attention_mask",
-        "encoder_decoder_position_bias",
-    )  # fmt: skip
-    relative = True
-    sees_distances = True
-
-    def passed(self, hidden: Tensor) -> Any:
-        return hidden, None, None
-
-    def table(self, span: int) -> Tensor | None:
-        first: Any = self.module
-        own = first.layer[0].SelfAttention
-        buckets = own._relative_position_bucket(  # as `compute_bias` calls it
-            torch.arange(1 - span, span), bidirectional=True, num_buckets=own.relative_attention_num_buckets,
-            max_distance=own.relative_attention_max_distance,
-        )  # fmt: skip
-        table: Tensor = own.relative_attention_bias(buckets).T
-        return table.float().contiguous()
+        return self.stack(first, found, *self.shape(own), float(own.scaling), others)

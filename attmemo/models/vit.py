@@ -25,13 +25,8 @@ class ViTAdapter(Adapter):
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
         host: Any = self.host(model)
-        config = host.config
-        size = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
-        shape = (len(CHECK_LENGTHS), int(config.num_channels), int(size[0]), int(size[1]))
-        pixels = torch.sin(torch.arange(torch.Size(shape).numel()) * 0.731).view(shape)
-        dtype = next(model.parameters()).dtype
         count = int(host.embeddings.position_embeddings.shape[1])  # patches, the class token, and DeiT's second
-        return {"pixel_values": pixels.to(dtype)}, [count] * len(CHECK_LENGTHS)
+        return pixels_of(model, host.config), [count] * len(CHECK_LENGTHS)
 
     def blocks(self, model: nn.Module) -> Blocks | str:
         host: Any = self.host(model)
@@ -48,3 +43,11 @@ class ViTAdapter(Adapter):
             )  # fmt: skip
         first, *others = host.layers
         return Blocks(first, found, *self.shape(first.attention), float(first.attention.scaling), others)
+
+
+def pixels_of(model: nn.Module, config: Any) -> dict[str, Tensor]:
+    """Images for the self-check of a model with this configuration."""
+    size = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
+    shape = (len(CHECK_LENGTHS), int(config.num_channels), int(size[0]), int(size[1]))
+    pixels = torch.sin(torch.arange(torch.Size(shape).numel()) * 0.731).view(shape)
+    return {"pixel_values": pixels.to(next(model.parameters()).dtype)}

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.models.bart import BartAdapter
-from attmemo.models.base import Adapter
 
 
 class WhisperAdapter(BartAdapter):
@@ -16,9 +15,8 @@ class WhisperAdapter(BartAdapter):
 
     family = "whisper"
     models = ("Whisper",)
-    limits = "the decoder stays exact; packed blocks are refused"
+    limits = "the decoder stays exact; rows are refused"
     audio = True
-    blocks = Adapter.blocks
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
         host: Any = self.host(model)

@@ -9,8 +9,8 @@ from attmemo.errors import AdapterCheckError
 from attmemo.forward.trial import Handle, enable_within, not_served
 from attmemo.models import Adapter
 from attmemo.models.base import inputs_of
-from attmemo.models.check import UNKNOWN, checking, difference
-from attmemo.packed.check import allowed_for
+from attmemo.models.check import UNKNOWN, checking
+from attmemo.packed.check import allowed_for, apart
 from attmemo.packed.prefixes import CUT
 from attmemo.packed.runner import Packed
 
@@ -36,7 +36,7 @@ def check_prefixes(handle: Handle, adapter: Adapter, model: nn.Module, packed: P
         seen = [host(**inputs)[0][valid] for _ in range(times)]
         if not 0 < handle.engine.counters.done.rows - before <= rows * times:
             raise not_served("a batch of equal prefixes", handle.engine)
-    worst, allowed = difference(seen[-1], expected), allowed_for(packed, model)
+    worst, allowed = apart(packed, seen[-1], expected), allowed_for(packed, model)
     if not worst <= allowed:
         raise AdapterCheckError(
             f"behind equal prefixes the last hidden states differ from the original's by {worst:.2e} of their range "

@@ -14,7 +14,6 @@ where the caller asks for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from attmemo.kernels.encoder_stack import Chain, Link
+from attmemo.kernels.encoder_stack import Chain, Link, positions_of
 from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
 from attmemo.kernels.linear16 import Linear16
@@ -34,8 +33,9 @@ from attmemo.kernels.packed_weights import Panels
 from attmemo.kernels.pages import Slab
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
 from attmemo.kernels.row_sinks import Copies
-from attmemo.models.blocks import Block, Blocks
+from attmemo.models.blocks import Block, Blocks, Routed
 from attmemo.models.projections import is_plain
+from attmemo.packed.experts import Experts
 
 TYPES = (torch.float32, torch.bfloat16)
 """Number types of models whose blocks can be packed."""
@@ -87,17 +87,18 @@ class Packed:
         return [(number, *pair) for layer, number in reversed(first.items()) for pair in layer.linears]
 
     @property
-    def turns(self) -> bool:
-        """Whether keys of records may have moved. In front of causal rows they lie where they lay."""
-        return self.blocks.rotary and not self.blocks.causal
-
-    @property
     def keeps_bits(self) -> bool:
         """Whether a row's numbers do not depend on the rows beside it: torch's own layers round by their number."""
-        return self._chain is not None
+        own = self.is_routed and all(isinstance(ready, Panels) for _, ready, _ in self.linears)
+        return own or self._chain is not None
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether rows choose the layers that they go through."""
+        return any(block.routed is not None for block in self.blocks.blocks)
 
     def run(
-        self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor | None, fetch: Fetch | None = None,
+        self, hidden: Tensor, layout: Layout, longest: int, fetch: Fetch | None = None,
         keep: Copies | None = None, added: Tensor | None = None, asked: Ints | None = None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states ``[N, H]`` of packed rows, or ``[W, H]`` of those asked for.
@@ -110,8 +111,6 @@ class Packed:
             Where the rows and their keys lie.
         longest : int
             Tokens of the longest sequence.
-        positions : Tensor or None
-            Position of each row as the model counts them, int64 ``[N]``; None: the model is not rotary.
         fetch : Fetch, optional
             Gives the rows of records.
         keep : Copies, optional
@@ -127,15 +126,15 @@ class Packed:
         if self._chain is not None and added is None:
             known = self.positions(longest)
             return self._chain(
-                hidden, layout, scale=self.blocks.scale, table=known.table, angles=known.angles, stored=fetch,
-                turn=known.turn if self.turns else None, keep=keep, asked=asked,
+                hidden, layout, scale=self.blocks.scale, table=known.tables, angles=known.angles, stored=fetch,
+                turn=known.turn if self.blocks.rotary else None, keep=keep, asked=asked,
                 disentangled=known.disentangled if known.is_disentangled else None,
             )  # fmt: skip
         run = grid_rows(rows) if self._on_grid else rows
         if run != rows:  # once here, not once in each linear layer; rows of zeros stay behind the others
             hidden = torch.cat((hidden, hidden.new_zeros(run - rows, hidden.shape[1])))
         known = self.positions(longest)
-        angles = Angles(self.blocks, positions, hidden.dtype)
+        angles = Angles(known, layout)
         for number in range(len(self._layers)):
             stored = None if fetch is None else fetch(number)
             ending = asked if number == len(self._layers) - 1 else None
@@ -173,11 +172,11 @@ class Packed:
             queries, hidden, given = queries[wanted], hidden[wanted], layout.asking(asked)
         context = projected.new_empty(len(hidden), size)
         context[len(queries) :] = 0
-        turn = known.turn(block.kind) if stored is not None and self.turns else None
+        turn = known.turn(block.kind) if stored is not None and not stored.still and blocks.rotary else None
         attend(
             queries, keys[:rows], values[:rows], blocks.heads, given, out=context[: len(queries)],
-            scale=blocks.scale, stored=stored, turn=turn, table=known.table, window=block.window,
-            disentangled=known.disentangled(number), causal=blocks.causal,
+            scale=blocks.scale, stored=stored, turn=turn, table=known.table(number), window=block.window,
+            disentangled=known.disentangled(number), causal=blocks.causal, sinks=block.sinks,
         )  # fmt: skip
         hidden = layer.mixed(context, hidden)
         if layer.feed is not None:
@@ -207,22 +206,30 @@ class _Layer:
         name = _ACTIVATIONS.get(type(block.activation).__name__)
         self.activate = block.activation
         self.qkv, self.out = _ready(block.qkv, linear), _ready((block.out,), linear)
+        self.mixed = _normed(self.out, block.inner, block.behind)
+        self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # all that follows attention, in one call
+        self.experts = None if block.routed is None else _experts(block.routed, linear)
+        if block.routed is not None:
+            self.feed = _Original(block.routed.module) if self.experts is None else self.experts
+        if block.down is None:
+            return
         self.down = _ready((block.down,), linear)
         gated = None if name is None or not block.gated else _gated(block.up, linear, name)
         fused = name if name is not None and not block.gated and all(map(is_plain, block.up)) else "none"
         self.up = _ready(block.up, linear, fused) if gated is None else gated
         # Gate and activation are steps of their own.
         self.gates, self.activates = block.gated and gated is None, gated is None and fused == "none"
-        self.mixed = _normed(self.out, block.inner, block.behind)
         self.left = _normed(self.down, block.inner_feed, block.behind_feed)
-        self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # both in one call
         if isinstance(self.up, Panels) and type(self.down) is type(self.up) and not self.activates:
             self.feed = _normed(partial(self.up.feed, self.down), block.inner_feed, block.behind_feed, self.down)
 
     @property
     def link(self) -> Link | None:
         """The block as a part of a chain, if nothing is between its five calls that is not in them."""
-        block, kind = self.block, type(self.up)
+        block = self.block
+        if block.down is None or block.sinks is not None:
+            return None
+        kind = type(self.up)
         parts = [part for part in (self.qkv, self.out, self.up, self.down) if isinstance(part, Panels)]
         if self.feed is None or any(type(part) is not kind for part in parts) or len(parts) != 4:
             return None
@@ -239,7 +246,13 @@ class _Layer:
     @property
     def linears(self) -> list[tuple[Ready, tuple[nn.Module, ...]]]:
         block = self.block
-        return [(self.qkv, block.qkv), (self.out, (block.out,)), (self.up, block.up), (self.down, (block.down,))]
+        found: list[tuple[Ready, tuple[nn.Module, ...]]] = [(self.qkv, block.qkv), (self.out, (block.out,))]
+        if block.down is not None:
+            return [*found, (self.up, block.up), (self.down, (block.down,))]
+        if self.experts is not None:
+            return [*found, *self.experts.linears]
+        routed = () if block.routed is None else (block.routed.module,)
+        return [*found, (Called(routed), routed)]
 
 
 class Called:
@@ -256,6 +269,28 @@ class Called:
 
 
 Ready = Linear | Panels | Called
+
+
+class _Original:
+    """The model's own module in place of experts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, x: Tensor, add: Tensor) -> Tensor:
+        found: Tensor = self._module(x[None])[0][0]
+        return found.add_(add)
+
+
+def _experts(routed: Routed, linear: LinearName) -> Experts | None:
+    """The parts made ready; None: some have no kernel."""
+    found = []
+    for up, down in routed.parts:
+        first, second = _gated((up,), linear, routed.activation), _ready((down,), linear)
+        if first is None or not isinstance(second, Panels):
+            return None
+        found.append((first, second))
+    return Experts(routed, found)
 
 
 def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str = "none") -> Ready:
@@ -304,7 +339,7 @@ class Positions:
     def __init__(self, blocks: Blocks, span: int) -> None:
         self._blocks, self._span = blocks, span
         with torch.no_grad():
-            self.table = blocks.table(span)
+            self._tables = blocks.tables(span)
             self._terms = [blocks.disentangled(layer, span) for layer in range(len(blocks.blocks))]
         self.is_disentangled = any(terms is not None for terms in self._terms)  # some layer has such terms
         self._turns: dict[str, Turn] = {}
@@ -322,6 +357,14 @@ class Positions:
     def disentangled(self, layer: int) -> Disentangled | None:
         return self._terms[layer]
 
+    def table(self, layer: int) -> Tensor | None:
+        return self._tables[layer if len(self._tables) > 1 else 0]
+
+    @property
+    def tables(self) -> Tensor | Callable[[int], Tensor | None] | None:
+        """Biases by distance: of all layers, or a function of the layer."""
+        return self.table if len(self._tables) > 1 else self._tables[0]
+
     def turn(self, kind: str) -> Turn | None:
         """Rotations by a distance, for stored keys."""
         if kind not in self._turns:
@@ -335,29 +378,20 @@ class Positions:
         return self._turns[kind]
 
 
-@dataclass
 class Angles:
     """Rotary angles of the rows of one forward, by kind of layer."""
 
-    blocks: Blocks
-    positions: Tensor | None
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
+    def __init__(self, known: Positions, layout: Layout) -> None:
+        self._known, self._places = known.angles, positions_of(layout)
         self._found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def of(self, kind: str) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines ``[N, 1, d / 2]``: both halves of a head turn by the same angles. None: nothing turns."""
-        if self.positions is None:
-            assert not self.blocks.rotary
+        if kind not in self._known:
             return None
         if kind not in self._found:
-            found = self.blocks.angles(kind, self.positions, self.dtype)
-            if found is None:
-                return None
-            cosine, sine = found
-            half = cosine.shape[1] // 2
-            self._found[kind] = cosine[:, None, :half].contiguous(), sine[:, None, :half].contiguous()
+            cosine, sine = (part[torch.from_numpy(self._places)][:, None] for part in self._known[kind])
+            self._found[kind] = cosine, sine
         return self._found[kind]
 
 

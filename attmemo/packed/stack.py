@@ -232,16 +232,10 @@ class Stack:
 
         `asked`: of these rows alone, ``[W, H]``. `packed`: in place of the stack's own blocks.
         """
-
         flat = call.hidden.reshape(-1, call.hidden.shape[-1])
-        positions = None
-        if self.blocks.rotary:
-            positions = positions_of(places, *call.hidden.shape[:2])
-            if layout.positions is not None:  # rows of several sequences count from one origin
-                positions = torch.from_numpy(layout.positions.astype(np.int64))
         return (packed or self.packed).run(
-            flat if places is None else flat.index_select(0, places), layout, longest,
-            positions, fetch, keep, self.blocks.added(call.hidden, places), asked,
+            flat if places is None else flat.index_select(0, places), layout, longest, fetch, keep,
+            self.blocks.added(call.hidden, places), asked,
         )  # fmt: skip
 
     def _asked(self, forward: Forward, firsts: Ints, keep: Copies | None) -> Ints | None:
@@ -306,16 +300,6 @@ def put_first(found: Tensor, asked: Ints, firsts: Ints, slots: Ints, shape: Sequ
     if len(asked) > len(firsts):
         found = found.index_select(0, torch.from_numpy(np.searchsorted(asked, firsts)))
     return output.index_copy_(0, torch.from_numpy(slots * shape[1]), found)
-
-
-def positions_of(places: Tensor | None, batch: int, padded: int) -> Tensor:
-    """Positions of these places of a flat batch, int64 ``[N]``; of all places if None.
-
-    They count from 0 whatever the caller counts from: rotary models see distances alone, and rows of records too were
-    counted from 0.
-    """
-    every = torch.arange(padded).repeat(batch)
-    return every if places is None else every.index_select(0, places)
 
 
 def places_of(lengths: list[int], padded: int, left: bool = False) -> Tensor | None:

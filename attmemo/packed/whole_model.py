@@ -163,7 +163,7 @@ class WholeModel:
         if batch.distinct < len(batch.lengths):
             starts = np.append(starts[batch.own], starts[-1])
         found = (packed or self._stack.packed).run(
-            hidden, Layout(starts, starts), batch.longest, None, asked=starts[:-1] if first else None
+            hidden, Layout(starts, starts), batch.longest, asked=starts[:-1] if first else None
         )
         last = _first_rows(found, batch) if first else spread(found, batch)
         counters = self._engine.of(forward).counters

@@ -1,7 +1,8 @@
-"""Reuse of equal prefixes: rows that an earlier request, or another sequence of the batch, has computed are read.
+"""Reuse of equal rows: those that an earlier request, or another sequence of the batch, has computed are read.
 
-A row of a causal block depends on the rows up to its own, and on nothing else. So what is read is what would be
-computed, bit by bit where attmemo's own kernels compute; elsewhere up to rounding. Nothing guards the answers.
+A row of a causal block depends on the rows up to its own (`PrefixRows`), one of local blocks on those within their
+reach (`LocalRows`), and on nothing else. So what is read is what would be computed, bit by bit where attmemo's own
+kernels compute; elsewhere up to rounding. Nothing guards the answers.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from attmemo.forward.context import Forward
 from attmemo.models import Call, Spans
 from attmemo.models.blocks import Blocks
 from attmemo.packed.duplicates import Twins
-from attmemo.packed.prefixes import Embedded, Folded, Prefixes
+from attmemo.packed.prefixes import Embedded, Folded
 from attmemo.packed.runner import Packed
 from attmemo.packed.stack import Stack, unfold
-from attmemo.prefix.store import BEGIN, PrefixStore
+from attmemo.prefix.pages import BEGIN, Pages
 
 
 class PrefixRows(Stack):
@@ -30,46 +31,40 @@ class PrefixRows(Stack):
     ----------
     blocks : Blocks
     packed : Packed
-    store : PrefixStore
+    store : Pages
     root : int
-        Where walks in the store begin: each namespace has a place of its own.
+        Where keys begin in the store: each namespace has a place of its own.
     """
 
     name: ClassVar[str] = "prefix"
 
-    def __init__(self, blocks: Blocks, packed: Packed, store: PrefixStore, root: int = BEGIN) -> None:
+    def __init__(self, blocks: Blocks, packed: Packed, store: Pages, root: int = BEGIN) -> None:
         super().__init__(blocks, packed)
         self.store, self.root, self.shares = store, root, True
 
     def _folded(self, call: Call, spans: Spans, forward: Forward, twins: Twins, start: float) -> Tensor | None:
         if forward.whole or forward.packed is not None:  # no record, or rows of another arithmetic
-            return super()._folded(call, spans, forward, twins, start)
+            return super()._folded(call, spans, forward, twins, start) if self.blocks.has_prefixes else None
         store, embedded, own = self.store, Embedded(call.hidden, spans.lengths, spans.left), np.flatnonzero(twins.own)
         lease = store.find(embedded, own, self.root)
         try:
-            stored = np.zeros(len(spans.lengths), np.int64)
-            for b, slots in lease.slots.items():
-                stored[b] = len(slots)
-            prefixes = Prefixes.of(embedded, own, stored)
-            store.reserve(lease, embedded, prefixes)
-            folded = Folded.of(prefixes, embedded, lease.slots)
-            begins = dict(zip(own.tolist(), folded.layout.starts.tolist(), strict=False))
-            keep = store.copies(lease, embedded, prefixes, begins)
+            plan = store.plan(lease, embedded, own)
             planned = perf_counter()
             found = self._compute_folded(
-                call, folded, forward, (lambda number: store.layer(number, len(own))) if lease.slots else None, keep
-            )
+                call, plan.folded, forward,
+                (lambda number: store.layer(number, len(own))) if lease.read else None, plan.copies,
+            )  # fmt: skip
             done = perf_counter()
             store.publish(lease)
-            output = self._spread(found, folded, call)
+            output = self._spread(found, plan.folded, call)
         finally:
             store.give_back(lease)
         twins.spread(output)
-        lengths = np.array(spans.lengths) - stored
+        lengths = np.array(spans.lengths) - plan.stored
         lengths[~twins.own] = 0
         self._count(
             spans.lengths, lengths, twins, forward, fetch=planned - start, blocks=done - planned,
-            shared=int((prefixes.begins - stored).sum()), stored=int(stored.sum()),
+            shared=plan.shared, stored=int(plan.stored.sum()),
         )  # fmt: skip
         return output
 
@@ -93,3 +88,9 @@ class PrefixRows(Stack):
             self.store.close()
         else:
             self.store.leave(self.root)
+
+
+class LocalRows(PrefixRows):
+    """Serves a stack of blocks that are all local, and what is stored of its sequences."""
+
+    name: ClassVar[str] = "local"

@@ -172,5 +172,5 @@ class Info(Answer):
     version: str
     sha: str | None
     docker_label: str | None
-    reuse: Literal["rows", "maps", "prefix", "none"]
+    reuse: Literal["rows", "maps", "prefix", "local", "none"]
     budget: float | None

@@ -103,7 +103,7 @@ class ServedModel:
 
     @property
     def reuse(self) -> str:
-        """What records supply: ``"rows"``, ``"maps"``, ``"prefix"`` or ``"none"``."""
+        """What records supply: ``"rows"``, ``"maps"``, ``"prefix"``, ``"local"`` or ``"none"``."""
         return "none" if self.handle is None else str(self.handle.reuse)
 
     def memoize(

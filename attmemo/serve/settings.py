@@ -14,7 +14,7 @@ from attmemo.system.machine import cores
 from attmemo.system.sizes import bytes_of
 
 Pooling = Literal["mean", "cls", "last-token"]
-ReuseName = Literal["auto", "maps", "rows", "prefix", "none"]
+ReuseName = Literal["auto", "maps", "rows", "prefix", "local", "none"]
 DtypeName = Literal["float32", "bfloat16"]
 LinearName = Literal["auto", "exact", "int8"]
 
@@ -131,7 +131,7 @@ class Settings:
             reuse=self.reuse, database=self.database, fill=self.fill, budget=self.budget, linear=linear,
             threshold=self.threshold, near=self.near, shadow=self.shadow, log_changes=self.log_changes,
         )  # fmt: skip
-        unguarded = self.reuse in ("none", "maps", "prefix")
+        unguarded = self.reuse in ("none", "maps", "prefix", "local")
         if unguarded or not self.budget:
             why = f"reuse is {self.reuse}" if unguarded else f"budget is {self.budget}"
             for name, value, usual in (

@@ -315,6 +315,15 @@ class TestFamilies:
         assert (found["reuse"], found["no_rows"]) == (["none", "rows", "maps"], None)
         assert "works: exact (packed blocks), rows, maps" in succeed("families", tmp_path)
 
+    def test_a_family_says_whose_rows_are_equal(self, tmp_path: Path) -> None:
+        from transformers import OpenAIPrivacyFilterConfig, Qwen3Config
+
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+        OpenAIPrivacyFilterConfig(**sizes, num_local_experts=4, pad_token_id=0).save_pretrained(tmp_path)
+        assert "reuse='local', tokens see 256 tokens to each side" in " ".join(succeed("families", tmp_path).split())
+        Qwen3Config(**sizes).save_pretrained(tmp_path)
+        assert "reuse='prefix', tokens see those before them" in " ".join(succeed("families", tmp_path).split())
+
     def test_a_lookalike_is_promised_to_work(self, tmp_path: Path) -> None:
         """OLMo 2 is built as Llama is and norms all of K at once, which only its weights at work tell."""
         from transformers import Olmo2Config

@@ -89,6 +89,16 @@ def test_commands_and_variables_are_those_of_the_program(script: Scripts) -> Non
         assert page(name).split(marked.BEGIN)[1].split(marked.END)[0].strip() == found.strip()
 
 
+def test_the_page_of_tested_models_is_that_of_the_models(script: Scripts) -> None:
+    assert "\n".join(script("tested_models").architectures()).strip() in page("tested-models.md")
+
+
+def test_the_tables_of_local_encoders_are_those_of_their_json(script: Scripts) -> None:
+    marked, bench = script("marked"), script("bench_local")
+    text = page("local.md").split(marked.BEGIN)[1].split(marked.END)[0]
+    assert text.split() == bench.table(measured("local.json")).split()
+
+
 def test_every_variable_that_the_code_reads_is_on_the_page() -> None:
     files = [file for place in ("attmemo", "profiler", "native") for file in (REPOSITORY / place).rglob("*")]
     text = "".join(file.read_text("utf-8") for file in files if file.suffix in (".py", ".c", ".h"))

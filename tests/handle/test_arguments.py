@@ -66,7 +66,7 @@ class TestOneArgument:
             ({"near": "1"}, "near must be a whole number of tokens", "near=1"),
             ({"most_moved": -1}, "most_moved must be a whole number of tokens", "most_moved=1"),
             ({"threshold": "high", "reuse": "rows", "budget": 0.1}, "a threshold is one share of", "threshold=0.5"),
-            ({"reuse": "columns"}, "reuse must be one of auto, maps, rows, prefix, none; got", "leave out reuse"),
+            ({"reuse": "columns"}, "one of auto, maps, rows, prefix, local, none; got", "leave out reuse"),
             ({"linear": "int4"}, "linear must be one of auto, exact, int8", "leave out linear"),
         ],
     )  # fmt: skip
@@ -142,6 +142,8 @@ class TestTogether:
             ({"budget": 0.01, "reuse": "prefix"}, "reuse='prefix' changes no answer: there is nothing that a budget"),
             ({"budget": None, "reuse": "prefix"}, "reuse='prefix' changes no answer: there is nothing that a budget"),
             ({"near": 2, "reuse": "prefix"}, "threshold, near and most_moved are settings of similar inputs; reuse="),
+            ({"database": "db", "reuse": "local"}, "reuse='local' keeps local rows in memory, and reads no database"),
+            ({"budget": 0.01, "reuse": "local"}, "reuse='local' changes no answer: there is nothing that a budget"),
         ],
     )  # fmt: skip
     def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(
@@ -173,7 +175,7 @@ class TestTogether:
     @pytest.mark.parametrize(
         ("reuse", "budget"),
         [("auto", 0), ("auto", 0.01), ("maps", 0), ("rows", 0.01), ("rows", None), ("none", 0), ("none", 0.01),
-         ("prefix", 0)],
+         ("prefix", 0), ("local", 0)],
     )
     def test_defaults_go_together(self, reuse: str, budget: float | None) -> None:
         check_together(reuse=reuse, budget=budget)
@@ -213,7 +215,7 @@ class TestHints:
         assert maps.startswith(f"attmemo build-database --output {new}")
         assert not new.exists()
 
-    @pytest.mark.parametrize("name", ["Whisper", "GPT-2"])
+    @pytest.mark.parametrize("name", ["OPT", "GPT-2"])
     def test_a_family_without_packed_blocks_says_so(self, name: str) -> None:
         model, said = FAMILIES[name].make(), r"this family \([\w-]+\) has no packed blocks; only maps"
         for given in ({}, {"reuse": "none"}, MEMORY):

@@ -90,6 +90,7 @@ APPLIED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
     "quick_gelu": lambda y: y * torch.sigmoid(1.702 * y),
+    "clipped": lambda y: y.clamp(max=7) * torch.sigmoid(1.702 * y.clamp(max=7)),
 }
 
 

@@ -247,6 +247,61 @@ def test_a_causal_sequence_that_reads_first_rows_elsewhere_has_the_bits_of_a_who
         attend(**call | fresh | {"layout": layout, "stored": stored, "causal": False})
 
 
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("fresh", [1.0, 0.1, 0.6])
+@pytest.mark.parametrize("extra", ["none", "window", "table in a window"])
+def test_sinks_take_their_share_and_agree_with_float64(isa: str, dtype: torch.dtype, fresh: float, extra: str) -> None:
+    """Scores that no key has, far below the others, near them, and above."""
+    for heads, shares in ((4, 1), (4, 4)):
+        batch, many = Batch([*LENGTHS, 300], heads // shares, 32, dtype, fresh), Batch([], heads, 32)
+        call = batch.make() | extras(extra, many) | {"heads": heads, "sinks": torch.tensor([-30.0, 0.0, 2.0, 60.0])}
+        call["queries"] = torch.randn(len(call["keys"]), heads * 32).to(dtype)
+        expected = expect(call)
+        assert error(attend(**call, isa=isa), expected) <= TOLERANCE[dtype]
+        without = expect(call | {"sinks": None})
+        assert error(expected[:, :32], without[:, :32]) < 1e-9 < error(expected[:, 32:], without[:, 32:])
+
+
+def test_sinks_of_another_number_or_type_are_refused() -> None:
+    call = Batch([5], 2, 8).make()
+    for sinks in (torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, 1)):
+        with pytest.raises(ValueError, match="sinks are float32"):
+            attend(**call | {"sinks": sinks})
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [20, 129, 400])
+@pytest.mark.parametrize("shares", [1, 7])
+def test_with_a_window_rows_have_the_same_bits_if_others_lie_in_records(
+    isa: str, dtype: torch.dtype, window: int, shares: int
+) -> None:
+    """Runs of 16 rows are missing, in the middle and at both ends; and a text that is a record as a whole."""
+    lengths, width, rng = [1100, 300, 90, 64, 5], 32, np.random.default_rng(window)
+    call = Batch(lengths, 1, width, dtype).make() | {"window": window, "isa": isa}
+    call |= {"queries": torch.randn(sum(lengths), shares * width).to(dtype), "heads": shares}
+    call |= {"sinks": torch.randn(shares)} if shares > 1 else {}
+    expected = attend(**call, threads=1)
+    kept = np.concatenate([
+        np.pad(np.repeat(rng.random(n // 16) < 0.6 if n != 64 else np.ones(4, bool), 16), (0, n % 16)) for n in lengths
+    ])
+    whole = call["layout"].starts
+    places = np.arange(len(kept)) - np.repeat(whole[:-1], lengths)
+    fresh = np.flatnonzero(~kept)
+    starts = np.searchsorted(fresh, whole).astype(np.int64)
+    sources = np.where(kept, -1 - np.arange(len(kept)), np.cumsum(~kept) - 1).astype(np.int32)
+    layout = Layout(starts, whole, places[fresh].astype(np.int32), sources)
+    record = torch.stack([call["keys"], call["values"]])
+    keys, values = (np.full(len(lengths), plane.data_ptr(), np.uint64) for plane in record)
+    counts = np.full(len(lengths), len(kept))
+    stored = Stored(keys, values, counts, dtype, record.stride(1) * record.itemsize, still=True)
+    some = {plane: call[plane][fresh] for plane in ("queries", "keys", "values")}
+    for threads in (1, 2):
+        seen = attend(**call | some | {"layout": layout, "stored": stored}, threads=threads)
+        assert torch.equal(seen, expected[fresh])
+
+
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     call = Batch([5], 4, 8).make()
     for keys in (call["keys"][:, :24], call["keys"][:, :12], call["keys"][:, :0]):

@@ -51,8 +51,6 @@ from transformers import (
     RobertaModel,
     Speech2TextConfig,
     Speech2TextModel,
-    UMT5Config,
-    UMT5EncoderModel,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
     XLMRobertaModel,
@@ -139,10 +137,6 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "bert language model": (lambda: BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)), "none of its modules"),
     "xlnet": (
         lambda: XLNetModel(XLNetConfig(vocab_size=120, d_model=32, n_layer=2, n_head=4, d_inner=48)),
-        "none of its modules",
-    ),
-    "umt5": (
-        lambda: UMT5EncoderModel(UMT5Config(vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
         "none of its modules",
     ),
     "gpt2 with cross-attention": (

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from families import SIZES, _bias, _make
-from packed_models import CLIP, NEAR, batch, gap, last
+from families import SIZES, _bias
+from packed_models import CLIP, NEAR, SIGLIP, batch, gap, last
 from packed_tools import left_alone, ran_packed
 from same_text import bits, by_our_kernels, of_blocks
-from torch import nn
 
 from attmemo import UnsupportedModelError, memoize
 from attmemo.models import adapter_for, check_adapter
 from attmemo.packed.stack import READS_PADDING
 
-SIGLIP: dict[str, Callable[[], nn.Module]] = {
-    "SigLIP": _make("SiglipTextModel", "SiglipTextConfig", **SIZES),
-    "SigLIP 2": _make("Siglip2TextModel", "Siglip2TextConfig", **SIZES),
-}
 _TEXT = SIZES | {"initializer_factor": 3.0}
 _VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
            "image_size": 16, "patch_size": 4}  # fmt: skip
@@ -79,6 +73,12 @@ def test_a_model_with_both_towers_gives_the_same_scores(family: str) -> None:
             assert gap(model(**asked).logits_per_text, bare(**asked).logits_per_text) <= NEAR
             assert ran_packed(model)
     assert not any("forward" in vars(module) for module in model.vision_model.modules())
+    if family != "Siglip2":
+        memoize(model.vision_model, reuse="none")
+        with torch.inference_mode():
+            assert gap(model(**asked).logits_per_image, bare(**asked).logits_per_image) <= NEAR
+        assert ran_packed(model)
+        assert ran_packed(model.vision_model)
 
 
 @pytest.mark.parametrize("name", SIGLIP)
@@ -148,9 +148,11 @@ class TestRefused:
         with pytest.raises(UnsupportedModelError, match="rows of this family"):
             memoize(SIGLIP["SigLIP"](), reuse="rows", database=":memory:", budget=0.01)
 
-    def test_a_vision_tower_is_not_taken_for_a_text_tower(self) -> None:
+    def test_an_image_tower_is_not_taken_for_a_text_tower(self) -> None:
+        for family in ("CLIP", "Siglip"):
+            assert adapter_for(both_of(family).vision_model)[0].family == "clip-vision"
         with pytest.raises(UnsupportedModelError, match="no adapter knows"):
-            memoize(_make("CLIPVisionModel", "CLIPVisionConfig", **_VISION)(), reuse="none")
+            memoize(both_of("Siglip2").vision_model, reuse="none")
 
 
 def _known(model: Any) -> Any:

@@ -9,7 +9,8 @@ import torch
 from prefix_models import Ids, batch_of, random_ids
 
 from attmemo.packed.prefixes import CUT, Embedded, Folded, Prefixes
-from attmemo.prefix.store import ONCE, Lease, PrefixStore
+from attmemo.prefix.pages import ONCE, Lease
+from attmemo.prefix.store import PrefixStore
 
 BLOCKS, SIZE, HIDDEN = 2, 8, 12
 TABLE = torch.randn(600, HIDDEN, generator=torch.Generator().manual_seed(0))

@@ -69,6 +69,20 @@ def _rope(kind: str, **settings: Any) -> dict[str, Any]:
                                 "original_max_position_embeddings": 32} | settings}  # fmt: skip
 
 
+def _privacy_filter() -> nn.Module:
+    model: nn.Module = _make(
+        "OpenAIPrivacyFilterModel", "OpenAIPrivacyFilterConfig",
+        **DECODER | {"max_position_embeddings": 512}, head_dim=16, sliding_window=8, num_local_experts=8,
+        num_experts_per_tok=4,
+    )()  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("proj_bias"):  # of experts: they begin with zeros
+                parameter.copy_(0.4 * torch.rand(parameter.shape, generator=generator) - 0.2)
+    return model
+
+
 GATED: dict[str, Callable[[], nn.Module]] = {
     "Llama": _make("LlamaModel", "LlamaConfig", **DECODER),
     "Llama 3": _make("LlamaModel", "LlamaConfig", **DECODER, mlp_bias=True,
@@ -82,6 +96,7 @@ GATED: dict[str, Callable[[], nn.Module]] = {
     "EuroBERT": FAMILIES["EuroBERT"].make,
     "Gemma 3": _make("Gemma3TextModel", "Gemma3TextConfig", **GEMMA),
     "Gemma 3, bidirectional": FAMILIES["Gemma 3, bidirectional"].make,
+    "Privacy Filter": _privacy_filter,
 }  # fmt: skip
 """Families whose blocks run packed, and no record serves."""
 
@@ -92,7 +107,12 @@ def _encoder_of(name: str) -> Callable[[], nn.Module]:
 OF_PAIRS: dict[str, Callable[[], nn.Module]] = {
     f"{name} encoder": _encoder_of(name)
     for name in ("BART", "mBART", "Marian", "Pegasus", "M2M-100", "T5", "Flan-T5", "mT5")
-}
+} | {
+    "UMT5 encoder": _make(
+        "UMT5EncoderModel", "UMT5Config", vocab_size=VOCABULARY, d_model=32, d_kv=6, d_ff=48, num_layers=3,
+        num_heads=4, relative_attention_num_buckets=8, initializer_factor=1.5,
+    )
+}  # fmt: skip
 """Encoders of models with a decoder; no record serves them."""
 
 CLIP: dict[str, Callable[[], nn.Module]] = {
@@ -102,8 +122,24 @@ CLIP: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 """Text towers that are causal; no record serves them. `eos_token_id` 2 is that of old configurations."""
 
+SIGLIP: dict[str, Callable[[], nn.Module]] = {
+    "SigLIP": _make("SiglipTextModel", "SiglipTextConfig", **SIZES),
+    "SigLIP 2": _make("Siglip2TextModel", "Siglip2TextConfig", **SIZES),
+}
+"""Text towers that run packed where a batch has no padding."""
+
+_IMAGES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+                           "intermediate_size": 48, "image_size": 16, "patch_size": 4}  # fmt: skip
+UNPADDED: dict[str, Callable[[], nn.Module]] = {
+    "ViT": FAMILIES["ViT"].make, "DeiT": FAMILIES["DeiT"].make,
+    "CLIP images": _make("CLIPVisionModel", "CLIPVisionConfig", **_IMAGES, initializer_factor=3.0),
+    "SigLIP images": _make("SiglipVisionModel", "SiglipVisionConfig", **_IMAGES),
+    "Whisper encoder": _encoder_of("Whisper"),
+}  # fmt: skip
+"""Families whose inputs are images, or sounds, of one length; no record serves them."""
+
 EXACT = MODELS | GATED | OF_PAIRS | CLIP
-"""Every family with blocks."""
+"""Every family with blocks whose inputs are texts."""
 
 LEFT = ["ModernBERT", "NomicBERT", "GTE", "Jina v3", *GATED, *(name for name in OF_PAIRS if "T5" in name)]
 """Those that run packed with padding on the left too."""

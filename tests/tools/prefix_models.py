@@ -18,7 +18,7 @@ from attmemo.packed.prefixes import CUT
 
 Ids = npt.NDArray[np.int64]
 
-CAUSAL = [name for name in GATED if name not in ("EuroBERT", "Gemma 3, bidirectional")]
+CAUSAL = [name for name in GATED if name not in ("EuroBERT", "Gemma 3, bidirectional", "Privacy Filter")]
 """Families whose blocks are causal: with windows and without."""
 
 ARITHMETICS = [("bfloat16", "exact"), ("float32", "int8"), ("float32", "exact"), ("bfloat16", "int8")]

@@ -16,7 +16,10 @@ VOCABULARY: Final = 1000
 _MELS: Final = 80
 _PATCH: Final = 16
 # Where the family is not the model type.
-_TYPES: Final = {"rotary-encoder": "nomic_bert", "gpt-neo": "gpt_neo", "clip-text": "clip_text_model"}
+_TYPES: Final = {
+    "rotary-encoder": "nomic_bert", "gpt-neo": "gpt_neo", "clip-text": "clip_text_model",
+    "clip-vision": "clip_vision_model", "privacy-filter": "openai_privacy_filter",
+}  # fmt: skip
 
 
 def _disentangled(version: int) -> dict[str, Any]:
@@ -40,6 +43,7 @@ def _settings(family: str, hidden: int, heads: int, length: int, layers: int) ->
         "encoder_ffn_dim": wide, "decoder_layers": 1, "decoder_attention_heads": heads, "decoder_ffn_dim": wide,
         "init_std": spread, "decoder_start_token_id": 2,
     }  # fmt: skip
+    t5 = {"d_kv": hidden // heads, "d_ff": wide, "num_decoder_layers": 1}
     own: dict[str, dict[str, Any]] = {
         "albert": {"embedding_size": 128},
         "distilbert": {"hidden_dim": wide},
@@ -47,8 +51,10 @@ def _settings(family: str, hidden: int, heads: int, length: int, layers: int) ->
         "deberta-v2": _disentangled(2),
         "modernbert": {"intermediate_size": 3 * hidden // 2, "cls_token_id": 1, "sep_token_id": 2},
         "vit": {"patch_size": _PATCH, "image_size": [_PATCH, _PATCH * (length - 1)]},
+        "clip-vision": {"patch_size": _PATCH, "image_size": _PATCH * math.isqrt(length - 1)},
+        "privacy-filter": {"head_dim": hidden // heads, "num_key_value_heads": 1, "intermediate_size": hidden},
         "bart": pair,
-        "t5": {"d_kv": hidden // heads, "d_ff": wide, "num_decoder_layers": 1},
+        "t5": t5, "umt5": t5,
         "whisper": pair | {"max_source_positions": length, "num_mel_bins": _MELS},
         "gpt-neo": {
             "num_layers": layers, "num_heads": heads,
@@ -80,6 +86,9 @@ def random_inputs(family: str, generator: torch.Generator, rows: int, length: in
     if family == "vit":
         pixels = torch.randn(rows, 3, _PATCH, _PATCH * (length - 1), generator=generator)
         return {"pixel_values": pixels.to(TYPES[dtype])}
+    if family == "clip-vision":  # a square of patches, and the class token
+        side = _PATCH * math.isqrt(length - 1)
+        return {"pixel_values": torch.randn(rows, 3, side, side, generator=generator).to(TYPES[dtype])}
     if family == "whisper":
         return {"input_features": torch.randn(rows, _MELS, 2 * length, generator=generator).to(TYPES[dtype])}
     ids = torch.randint(10, VOCABULARY, (rows, length), generator=generator)
