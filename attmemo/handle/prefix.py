@@ -51,7 +51,7 @@ def prepare_prefix(
     if not store.max_bytes:
         what = f"max_bytes is less than the {store.page_bytes:,} bytes of one page of prefixes."
         raise ArgumentError(what, "a larger max_bytes")
-    handle = handle_of(encoder, adapter, packed, PrefixRows(blocks, packed, store), Whole(), None, owned=False)
+    handle = handle_of(encoder, adapter, packed, PrefixRows(blocks, packed, store), Whole())
     check_stack(handle, adapter, encoder, packed)
     check_prefixes(handle, adapter, encoder, packed, times=2)
     store.forget()
@@ -59,7 +59,7 @@ def prepare_prefix(
     def make(name: str, nbytes: int) -> StackMemoization:
         del name, nbytes  # one room, in which what was used least recently goes
         reuse = PrefixRows(blocks, packed, store, store.begin())
-        found = handle_of(encoder, adapter, packed, reuse, Whole(), None, owned=False)
+        found = handle_of(encoder, adapter, packed, reuse, Whole())
         found.engine.serve_within(handle.engine, found)
         return found
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attmemo import models
-from attmemo.db.encodings import ROW_STORAGE, TYPES
+from attmemo.db.encodings import ROW_STORAGE, TYPES, row_types
 from attmemo.handle.stack import blocks_of
 from attmemo.kernels.row_attention import Layout, attend
 from attmemo.kernels.row_sinks import Copies, Copy
@@ -107,7 +107,6 @@ class _Parts:
             torch.randn(batch * length, hidden, generator=generator).to(TYPES[dtype]) for _ in range(_SETS)
         ]
         self._positions = torch.arange(length).repeat(batch)
-        types = tuple(TYPES[name] for name in ROW_STORAGE[storage])
         self._stored = []
         starts = np.arange(batch + 1) * length
         for rows in self._hidden:
@@ -116,7 +115,7 @@ class _Parts:
                 rows, Layout(starts, starts), length, self._positions,
                 keep=Copies([Copy(0, len(rows), kept)]),
             )  # fmt: skip
-            records = records_of(self._lengths, kept, last, (types[0], types[1]), blocks.heads)
+            records = records_of(self._lengths, kept, last, row_types(storage), blocks.heads)
             self._stored.append(HeldRows(records).fetch(np.arange(batch)))
 
     def layout(self, share: float) -> tuple[Layout, Any]:
