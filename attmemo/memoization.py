@@ -23,8 +23,10 @@ from attmemo.arguments import (
     check_together,
     is_auto,
 )
-from attmemo.db import Database, filling_path, find_database, kept_in
-from attmemo.db.pools.filling import is_filling
+from attmemo.db import Database, filling_path, find_database
+from attmemo.db.pools.filling import is_filling, is_pool, is_sealed
+from attmemo.db.pools.prepared import open_prepared
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import (
     AdapterCheckError,
@@ -101,10 +103,10 @@ def memoize(
         sequence; ``"auto"`` is 0.5.
     database : path-like or Database, optional
         Where records are. A path: of a prepared database, or of one that fills itself with rows, which a budget begins
-        there if the path does not exist. A `Database` object stays yours: after you close it, the model stays exact.
-        ``":memory:"``: rows of what was computed exactly, in memory. ``"auto"``: the database of this model in the
-        user's cache directory; with a budget one is made there that fills itself, if there is none. Default: with a
-        budget ``":memory:"``, else nothing. Nothing is written to a disk unless a path or ``"auto"`` is given.
+        there if the path does not exist. A `Database` object (of maps) stays yours: once you close it, the model is
+        exact. ``":memory:"``: rows of what was computed exactly, in memory. ``"auto"``: the database of this model in
+        the user's cache directory; with a budget one is made there that fills itself, if there is none. Default: with
+        a budget ``":memory:"``, else nothing. Nothing is written to a disk unless a path or ``"auto"`` is given.
     reuse : {"auto", "maps", "rows", "prefix", "local", "none"}
         What records supply: attention maps, rows (K and V of every layer, and the last hidden states), or nothing.
         ``"prefix"``, for causal models: rows of what inputs begin with, in memory. ``"local"``, for encoders all of
@@ -308,9 +310,9 @@ def _prepare(
     fills = fill is not False
     fields = {} if database in (None, MEMORY) and folder is None else model_fields(adapter.host(encoder), linear)
 
-    def rows(prepared: Database | None, owned: bool, folder: Path | None) -> StackMemoization:
+    def rows(prepared: SharedPool | None, folder: Path | None) -> StackMemoization:
         return prepare_rows(
-            encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes, fields),
+            encoder, outer, adapter, Records(prepared, folder, fills, max_bytes, fields),
             threshold=threshold, rule=rule, gate=gate, guarding=guarding, linear=linear,
             vectors=not by_itself or (guarding is not None and guarding.answers.rule != "auto"),
             chooses=chooses and folder is None and prepared is None, insists=reuse == "rows",
@@ -318,9 +320,9 @@ def _prepare(
         )  # fmt: skip
 
     if by_itself:
-        return _by_itself(lambda: rows(None, False, None), whole)
+        return _by_itself(lambda: rows(None, None), whole)
     if database is None or database == MEMORY:
-        return rows(None, False, folder)
+        return rows(None, folder)
     if database == AUTO:
         kind = reuse if reuse != "auto" or budget is None else "maps" if guarding is None else "rows"
         try:
@@ -329,38 +331,44 @@ def _prepare(
             own = filling_path(fingerprint(fields))
             if guarding is None or not (fills or is_filling(own)):
                 raise
-            return _rows_by_themselves(lambda folder: rows(None, False, folder), own, fills)
+            return _rows_by_themselves(lambda folder: rows(None, folder), own, fills)
     elif isinstance(database, str | os.PathLike) and not Path(database).exists():
         if guarding is None or not fills or folder is not None:
             raise _not_there(str(database), reuse)
-        return rows(None, False, Path(database))
-    if not isinstance(database, Database) and is_filling(database):
-        if reuse == "maps" or folder is not None:
-            what = f"{database} fills itself with rows: it has no maps, and fills no other folder."
-            raise ArgumentError(what, f"database={str(database)!r} alone")
-        _check_budget_of_rows(str(database), budget)
-        return rows(None, False, Path(database))
+        return rows(None, Path(database))
+    if not isinstance(database, Database) and is_pool(database):
+        place = Path(database)
+        if reuse == "maps":
+            raise ArgumentError(f"{place} keeps rows, and no maps.", f"leave out reuse; attmemo inspect {place}")
+        if budget == 0:
+            what = f"{place} keeps rows: to reuse them can change answers, and budget=0 allows no change."
+            raise ArgumentError(what, "budget=0.01 allows at most 1 % of the answers to change")
+        if is_sealed(place):
+            prepared = open_prepared(place)
+            check_fields(prepared.filling.model.fields, fields, place)
+            return rows(prepared, folder)
+        if folder is not None:
+            what = f"{place} fills itself with rows, and fills no other folder."
+            raise ArgumentError(what, f"database={str(place)!r} alone")
+        return rows(None, place)
     with ExitStack() as undo:
-        if isinstance(database, Database):
-            opened = database
-        else:
-            opened = Database(database)
+        opened = database if isinstance(database, Database) else Database(database)
+        if opened is not database:
             undo.callback(opened.close)
         check_fields(opened.manifest.model.fields, fields, opened.path)
+        if reuse == "rows":
+            blocks_of(encoder, adapter, reuse)  # a family that has none is the first reason
+            what = f"{opened.path} keeps maps, and no rows."
+            raise DatabaseError(what, "attmemo build-database --reuse rows --model … --data …")
+        if budget:
+            what = f"{opened.path} keeps maps, which no budget guards: they have a threshold."
+            raise ArgumentError(what, f"leave out budget; attmemo tune {opened.path} --budget {budget:g} …")
         owned = opened is not database
-        handle: Memoization
-        if (kept_in(opened.manifest) if reuse == "auto" else reuse) == "rows":
-            _check_budget_of_rows(str(opened.path), budget)
-            handle = rows(opened, owned, folder)
-        else:
-            if budget:
-                what = f"{opened.path} keeps maps, which no budget guards: they have a threshold."
-                raise ArgumentError(what, f"leave out budget; attmemo tune {opened.path} --budget {budget:g} …")
-            handle = prepare_maps(
-                encoder, adapter, sites, opened,
-                owned=owned, threshold=threshold, lookup=lookup, gate=gate, fetch=fetch,
-            )  # fmt: skip
-        if opened is not database:
+        handle = prepare_maps(
+            encoder, adapter, sites, opened,
+            owned=owned, threshold=threshold, lookup=lookup, gate=gate, fetch=fetch,
+        )  # fmt: skip
+        if owned:
             _reside(opened, residency)  # last: it may take minutes and gigabytes
         undo.pop_all()
     return handle
@@ -390,13 +398,6 @@ def _not_there(path: str, reuse: ReuseName) -> DatabaseNotFoundError:
     build = f"attmemo build-database --output {path} --model … --data …"
     begin = f"budget=0.01 (attmemo serve: --budget 0.01) begins one there that fills itself; or {build}"
     return DatabaseNotFoundError(f"{path} does not exist.", build if reuse == "maps" else begin)
-
-
-def _check_budget_of_rows(place: str, budget: float | None) -> None:
-    """ArgumentError: rows of a database are to be reused, and no answer may change."""
-    if budget == 0:
-        what = f"{place} keeps rows: to reuse them can change answers, and budget=0 allows no change."
-        raise ArgumentError(what, "budget=0.01 allows at most 1 % of the answers to change")
 
 
 def _by_itself(rows: Callable[[], Memoization], whole: Callable[[], Memoization]) -> Memoization:

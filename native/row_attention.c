@@ -229,7 +229,6 @@ static bool is_sheet(const Job *job, size_t sequence)
     return job->kernel->attend_sheet && job->shares == 1 && !job->causal && !job->sinks &&
            keys_of(job, sequence) <= SHEET;
 }
-}
 
 /* Whether rows of records must become numbers, so that a sheet has to hold them. */
 static bool makes_rows(const Job *job)

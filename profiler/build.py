@@ -8,22 +8,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from attmemo.db import (
     KIND_INPUT,
-    KIND_TOKENS,
     SPLIT_HELD_OUT,
     SPLIT_TRAIN,
     DatabaseWriter,
     ModelInfo,
     Provenance,
     default_path,
-    kept_in,
-    read_manifest,
 )
 from attmemo.db.files import MANIFEST
+from attmemo.db.pools.filling import is_sealed
 from attmemo.db.writer import check_target
 from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullError
 from attmemo.fingerprint import tokenizer_digest
@@ -33,11 +32,12 @@ from attmemo.models import Adapter, Site, adapter_for, check_adapter, encoder_of
 from attmemo.profiler.data import Row, count_rows, digest, read_texts
 from attmemo.profiler.map_recorder import MapRecorder, map_form
 from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, greatest_length, tokenize
-from attmemo.profiler.recorder import Place, Recorder, Slots
-from attmemo.profiler.row_recorder import RowRecorder, row_form
+from attmemo.profiler.recorder import Place, Recorder
+from attmemo.profiler.row_recorder import RowRecorder, RowWriter, row_form
+from attmemo.rows.store import Record
 
 Progress = Callable[[int, int], None]
-PUBLISH_SECONDS = 10.0  # unpublished work that a crash may cost
+PUBLISH_SECONDS = 10.0  # unpublished work that a crash may cost; of rows a segment
 REUSES = ("maps", "rows")
 CHUNK = 256  # rows tokenized, sorted by length and captured together
 _WHEN_FULL = "free space and run the same command again, it resumes; or use --max-bytes or --limit"
@@ -101,7 +101,7 @@ def build_database(
     number, shards = options.shard
     rows = islice(read_texts(files, text_column=options.text_column, limit=options.limit), number - 1, None, shards)
     total = len(range(number - 1, count_rows(files, limit=options.limit), shards))
-    with _writer(path, info, recorder, when_full=_WHEN_FULL) as writer:
+    with _writer(path, info, recorder, options.max_bytes or 0) as writer:
         build = _Build(writer, recorder, files, options)
         try:
             with recorder:
@@ -119,7 +119,7 @@ def build_database(
         except StorageFullError:
             raise  # nothing more can be written, a publication neither; the last one stays
         except (KeyboardInterrupt, Exception):
-            if writer.records > writer.manifest.records:
+            if build.unpublished:
                 build.publish()
             raise
         if writer.records == 0:
@@ -146,23 +146,25 @@ def _recorder(
         return MapRecorder(model, adapter, sites, map_form(info, storage, inputs))
     if inputs != "auto":
         raise AttmemoError("rows keep no hidden states that entered a layer.", "leave --inputs out")
-    return RowRecorder(model, adapter, row_form(info, storage), loaded)
+    return RowRecorder(model, adapter, row_form(storage), loaded)
 
 
-def _writer(path: Path, info: ModelInfo, recorder: Recorder, **options: str) -> DatabaseWriter:
-    form = recorder.form
-    if (path / MANIFEST).exists():
-        kept, asked = kept_in(read_manifest(path)), "maps" if isinstance(recorder, MapRecorder) else "rows"
+def _writer(path: Path, info: ModelInfo, recorder: Recorder, expected: int = 0) -> DatabaseWriter | RowWriter:
+    of_maps = isinstance(recorder, MapRecorder)
+    if (path / MANIFEST).exists() or is_sealed(path):
+        kept, asked = "rows" if is_sealed(path) else "maps", "maps" if of_maps else "rows"
         if kept != asked:
             raise DatabaseError(f"{path} keeps {kept}; asked: {asked}.", f"--reuse {kept}, or choose another --output")
-    return DatabaseWriter(path, info, form.storage, form.settings, kinds=form.kinds, **options)
+    if of_maps:
+        return DatabaseWriter(path, info, recorder.form.storage, recorder.form.settings, when_full=_WHEN_FULL)
+    return RowWriter(path, info, recorder.form, expected)
 
 
 def check_place(path: Path | None, max_bytes: int | None) -> None:
     """Refuse a place or a size that no database can have, before a model is loaded. `DatabaseWriter` checks more."""
     if max_bytes is not None and max_bytes < page_size():
         raise _too_few(max_bytes)
-    if path is not None:
+    if path is not None and not is_sealed(path):
         check_target(path)
 
 
@@ -174,15 +176,18 @@ class _Build:
     """One run of a build: which rows are new, which of them are stored, and how many there were of each."""
 
     def __init__(
-        self, writer: DatabaseWriter, recorder: Recorder, files: Sequence[str | Path], options: BuildOptions
-    ) -> None:
+        self, writer: DatabaseWriter | RowWriter, recorder: Recorder, files: Sequence[str | Path],
+        options: BuildOptions,
+    ) -> None:  # fmt: skip
         self._writer, self._options = writer, options
         self._known = writer.stored_rows()  # rows by source: stored, or chosen in this run
         self._digests = {str(f): digest(f) for f in files}
         self._numbers = {name: writer.add_source(Path(name).name, found) for name, found in self._digests.items()}
         self._admission = recorder.admission(options.admit, writer)
         self._published = time.monotonic()
-        self.added = self.skipped = self.held_out = self.alike = 0
+        self._paced = isinstance(writer, DatabaseWriter)  # the other one publishes by itself
+        self._held_out = options.held_out if self._paced else 0.0  # nothing is trained on rows
+        self.added = self.skipped = self.held_out = self.alike = self.unpublished = 0
         self.stopped: str | None = None
 
     @property
@@ -204,11 +209,14 @@ class _Build:
 
     def admit(self, rows: Sequence[Row], tokens: Sequence[Tokens]) -> list[Tokens]:
         """The texts that the model has to be asked about; the others are counted."""
+        before = self._admission.there
         chosen = [item for item in tokens if self._admission.before(self._place(rows[item.row]), item)]
-        self.alike += len(tokens) - len(chosen)
+        there = self._admission.there - before
+        self.skipped += there
+        self.alike += len(tokens) - len(chosen) - there
         return chosen
 
-    def store(self, rows: Sequence[Row], records: Sequence[Slots]) -> bool:
+    def store(self, rows: Sequence[Row], records: Sequence[Any]) -> bool:
         """Store a batch; False: it was not stored to its end, because there is no more room."""
         most, writer = self._options.max_bytes, self._writer
         for row, slots in zip(rows, records, strict=True):
@@ -224,25 +232,26 @@ class _Build:
             record = writer.add(slots, length, Provenance(self._numbers[row.source], row.row, split))
             self._admission.stored(record, slots)
             self.added += 1
+            self.unpublished += 1
             self.held_out += place.held_out
         return True
 
     def publish(self, now: bool = True) -> None:
         """Publish what was stored; if not `now`, then only when a crash would cost too much."""
-        if not now and time.monotonic() - self._published <= PUBLISH_SECONDS:
+        if not now and (not self._paced or time.monotonic() - self._published <= PUBLISH_SECONDS):
             return
         self._writer.publish()
         self._admission.save()
-        self._published = time.monotonic()
+        self._published, self.unpublished = time.monotonic(), 0
 
     def _place(self, row: Row) -> Place:
-        split = _split(self._numbers[row.source], row.row, self._options.held_out)
+        split = _split(self._numbers[row.source], row.row, self._held_out)
         return Place(self._digests[row.source], row.row, split == SPLIT_HELD_OUT)
 
 
-def _length(slots: Slots) -> int:
+def _length(record: Any) -> int:
     """Valid tokens of a record."""
-    return len(slots[KIND_INPUT if KIND_INPUT in slots else KIND_TOKENS][0])
+    return len(record.tokens) if isinstance(record, Record) else len(record[KIND_INPUT][0])
 
 
 def build_from_inputs(

@@ -7,24 +7,25 @@ Everything but the sweep goes through the path that is deployed: with the gate, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from attmemo.db import Database, kept_in
+from attmemo.db import Database
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import DataError
 from attmemo.maps.handle import Threshold
 from attmemo.memoization import unmemoize
 from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.answers import ask, prepare
-from attmemo.profiler.data import digest
 from attmemo.profiler.map_trial import MapTrial
 from attmemo.profiler.models import Answer, LoadedModel
-from attmemo.profiler.open import Asked, open_model, open_texts
+from attmemo.profiler.open import Asked, model_of, open_database, open_model, open_texts
 from attmemo.profiler.quality import Judge, read_labels, sweep_thresholds, time_paths, try_controls
 from attmemo.profiler.row_trial import RowTrial
 from attmemo.profiler.trial import Trial
@@ -61,9 +62,6 @@ class EvaluateOptions:
     answer: Answer | None = None
 
 
-_TRIALS: dict[str, Callable[[LoadedModel, Database, EvaluateOptions], Trial]] = {"maps": MapTrial, "rows": RowTrial}
-
-
 def evaluate(
     path: Path, files: Sequence[str | Path], options: EvaluateOptions, tell: Progress = silent
 ) -> dict[str, Any]:
@@ -73,18 +71,20 @@ def evaluate(
     does not know, or data that are all in the database, are a `DataError`; ``threshold="auto"`` on a database that was
     never tuned is a `DatabaseError`.
     """
-    with Database(path) as database:
-        loaded = open_model(database.manifest.model, options.model, options.pooling, options.answer)
+    with closing(open_database(path)) as database:
+        loaded = open_model(model_of(database), options.model, options.pooling, options.answer)
         asked = open_texts(loaded, database, files, options.text_column, options.label_column, options.limit)
         if not asked.tokens:
             raise DataError("there is no text to evaluate on.", "check the files and --text-column")
         labels = read_labels(loaded, asked, options.label_column)
-        database.reside(options.residency)  # only now: it may take minutes and gigabytes
+        if isinstance(database, Database):
+            database.reside(options.residency)  # only now: it may take minutes and gigabytes
         prepared = prepare(loaded, asked.tokens, options.batch_size, sort=options.sort)
         exact = ask(loaded, prepared, tell=tell, what="exact answers")
         judge = Judge(loaded, prepared, exact, labels, options.min_cosine)
         surprise, predicted = judge.perplexity()
-        trial: Trial = _TRIALS[kept_in(database.manifest)](loaded, database, options)
+        kind: Any = MapTrial if isinstance(database, Database) else RowTrial
+        trial: Trial = kind(loaded, database, options)
         result = _describe(loaded, database, trial, asked, files, options)
         try:
             handle = trial.serve()
@@ -96,7 +96,7 @@ def evaluate(
                 result["quality"] |= found | {"perplexity_tokens": predicted}
             time, notes = time_paths(loaded, trial, handle, prepared, options.repeats, tell, options.compile)
             saved = time["exact_ms"][time["best_exact"]] - time["memoized_ms"]
-            result["time"] = time | {"bytes_per_saved_ms": database.bytes / saved if saved > 0.0 else None}
+            result["time"] = time | {"bytes_per_saved_ms": trial.bytes / saved if saved > 0.0 else None}
             result["notes"] += notes
             result |= trial.ceiling(handle, asked.tokens, result, tell)
             if options.controls:
@@ -112,36 +112,31 @@ def evaluate(
 
 
 def _describe(
-    loaded: LoadedModel, database: Database, trial: Trial, asked: Asked, files: Sequence[str | Path],
+    loaded: LoadedModel, database: Database | SharedPool, trial: Trial, asked: Asked, files: Sequence[str | Path],
     options: EvaluateOptions,
 ) -> dict[str, Any]:
-    info = database.manifest.model
+    info = model_of(database)
     lengths = [len(item) for item in asked.tokens]
-    arena = database.arena(trial.kind, int(database.records.lengths[0]))
-    notes = [arena.notice] if arena.notice else []
+    notes = trial.notes(files)
     if asked.in_database:
         total = asked.in_database + len(asked.tokens)
         notes.insert(0, f"{asked.in_database:,} of the {total:,} texts are in the database; they were left out")
-    tuned_on = (database.manifest.tuning or {}).get("digests", [])
-    seen = [Path(file).name for file in files if options.threshold == "auto" and digest(file) in tuned_on]
-    if seen:
-        notes.append(f"the thresholds were tuned on {', '.join(seen)}: what is measured on it flatters")
     return {
         "schema": "attmemo.evaluate/1",
         "reuse": trial.reuse,
         "notes": notes,
-        "database": {"path": str(database.path), "records": len(database), "bytes": database.bytes, "model": info.name}
+        "database": {"path": str(database.path), "records": len(database), "bytes": trial.bytes, "model": info.name}
         | {key: getattr(info, key) for key in ("family", "layers", "heads")},
         "data": {
             "files": [Path(f).name for f in files], "sequences": len(lengths), "in_database": asked.in_database,
             "tokens": sum(lengths), "mean_length": float(np.mean(lengths)),
-            "length_stored": float(np.mean(np.isin(lengths, database.records.lengths))),
+            "length_stored": float(np.mean(np.isin(lengths, trial.lengths))),
         },
         "conditions": conditions()
         | {
-            "dtype": loaded.dtype, "storage_dtype": database.manifest.storage, "batch_size": options.batch_size,
+            "dtype": loaded.dtype, "storage_dtype": trial.storage, "batch_size": options.batch_size,
             "batches": "sorted by length" if options.sort else "in the order of the data",
-            "max_length": info.max_length, **trial.settings, "page_bytes": arena.page_bytes,
+            "max_length": info.max_length, **trial.settings,
             "repeats": options.repeats, "gate": "on" if options.gate else "off", "pooling": loaded.pooling,
         },
     }  # fmt: skip

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from attmemo.db import KIND_INPUT, KIND_MAP, DatabaseWriter, ModelInfo
 from attmemo.db.encodings import STORAGE
-from attmemo.db.slot_kinds import kinds_of_maps
 from attmemo.embed.similarity import similarity_score
 from attmemo.errors import AttmemoError, UnsupportedModelError
 from attmemo.maps.serve import Maps
@@ -164,7 +163,7 @@ def map_form(info: ModelInfo, storage: str, inputs: str) -> Form:
     if inputs == "auto":
         inputs = "first" if storage == "uint8" else "all"
     settings = {} if inputs == "all" else {"inputs": inputs}
-    return Form(storage, settings, kinds_of_maps(info, storage, settings))
+    return Form(storage, settings)
 
 
 class ByMaps(Admission):

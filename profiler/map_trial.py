@@ -6,6 +6,7 @@ served to the very sequences and layers that memoization serves, so that only th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from attmemo.maps.source import Ints, MapSource, StoredMaps
 from attmemo.memoization import memoize
 from attmemo.mmap import Batch
 from attmemo.models import adapter_for
+from attmemo.profiler.data import digest
 from attmemo.profiler.map_recorder import Capture, Captured
 from attmemo.profiler.models import LoadedModel, Tokens, collate
 from attmemo.profiler.trial import Path, Trial, same_answers
@@ -88,17 +90,27 @@ class MapTrial(Trial):
     """Maps under measurement."""
 
     reuse = "maps"
-    kind = KIND_MAP
     sweep = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
     controls = tuple(CONTROLS)
 
     def __init__(self, loaded: LoadedModel, database: Database, options: Any) -> None:
-        super().__init__(loaded, database, options)
-        self._lookup = options.lookup
+        super().__init__(loaded, options)
+        self._database, self._lookup = database, options.lookup
+        self.storage, self.bytes, self.lengths = database.manifest.storage, database.bytes, list(database.lengths)
+        self._arena = database.arena(KIND_MAP, int(database.records.lengths[0]))
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"fetch": self._options.fetch}
+        return {"fetch": self._options.fetch, "page_bytes": self._arena.page_bytes}
+
+    def notes(self, files: Sequence[Any]) -> list[str]:
+        found = [self._arena.notice] if self._arena.notice else []
+        automatic = self._options.threshold == "auto"
+        tuned_on = (self._database.manifest.tuning or {}).get("digests", [])
+        seen = [os.path.basename(file) for file in files if automatic and digest(file) in tuned_on]
+        if seen:
+            found.append(f"the thresholds were tuned on {', '.join(seen)}: what is measured on it flatters")
+        return found
 
     def serve(self) -> MapMemoization:
         handle = self._memoize(self._options.threshold, self._options.gate)

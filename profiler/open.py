@@ -14,7 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.db import KIND_INPUT, KIND_TOKENS, Database, ModelInfo
+from attmemo.db import KIND_INPUT, Database, ModelInfo
+from attmemo.db.pools.filling import is_sealed
+from attmemo.db.pools.prepared import open_prepared
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.embed.indexing import learned_below
 from attmemo.embed.lookup import places_in_time
 from attmemo.errors import DataError, StaleDatabaseError
@@ -29,6 +32,16 @@ _LAST: Final = 1 << 22  # behind every file that a database holds
 _CHANNELS: Final = 8  # of every token, compared with all records; the few that agree are compared in full
 _BATCH: Final = 64
 Ints = npt.NDArray[np.int64]
+
+
+def open_database(path: Path) -> Database | SharedPool:
+    """A prepared database, of maps or of rows."""
+    return open_prepared(path) if is_sealed(path) else Database(path)
+
+
+def model_of(database: Database | SharedPool) -> ModelInfo:
+    """The model of a database."""
+    return database.filling.model if isinstance(database, SharedPool) else database.manifest.model
 
 
 @dataclass
@@ -73,14 +86,14 @@ def open_model(
 
 
 def open_texts(
-    loaded: LoadedModel, database: Database, files: Sequence[str | Path], text_column: str | None,
+    loaded: LoadedModel, database: Database | SharedPool, files: Sequence[str | Path], text_column: str | None,
     label_column: str | None, limit: int | None,
 ) -> Asked:  # fmt: skip
     """Texts to ask, without those that the database holds: a record would find itself, and every number would flatter.
 
     Data that cannot be read, or that holds nothing new, is a `DataError`.
     """
-    known = {source.digest for source in database.manifest.sources}
+    known = set() if isinstance(database, SharedPool) else {one.digest for one in database.manifest.sources}
     for file in files:
         if Path(file).is_file() and digest(file) in known:
             raise DataError(f"{file} is what the database was built from; every text would find itself.", _OTHER_DATA)
@@ -118,13 +131,13 @@ def open_in_time(
 
 
 def _asked(
-    loaded: LoadedModel, database: Database, files: Sequence[str | Path],
+    loaded: LoadedModel, database: Database | SharedPool, files: Sequence[str | Path],
     columns: tuple[str | None, str | None, int | None], stored: Mapping[str, int],
 ) -> Asked:  # fmt: skip
     """Texts of all files; `stored`: numbers of those that the database holds."""
     text_column, label_column, limit = columns
     rows = list(read_texts(files, text_column=text_column, label_column=label_column, limit=limit))
-    tokens = tokenize(loaded, [row.text for row in rows], database.manifest.model.max_length)
+    tokens = tokenize(loaded, [row.text for row in rows], model_of(database).max_length)
     number_of = [stored.get(row.source, _LAST) for row in rows]
     inside = set[int]()
     for number in sorted(set(number_of)):
@@ -134,6 +147,8 @@ def _asked(
     kept = [item for item in tokens if item.row not in inside]
     renumbered = [replace(item, row=place) for place, item in enumerate(kept)]
     found = [rows[item.row] for item in kept]
+    if isinstance(database, SharedPool):
+        return Asked(found, renumbered, len(inside))
     before = places_in_time([number_of[item.row] for item in kept], [row.row for row in found])
     records = set(places_in_time(database.records.sources, database.records.rows).tolist())
     return Asked(found, renumbered, len(inside), before, sum(time in records for time in before.tolist()))
@@ -144,7 +159,7 @@ class _Entered(Exception):
 
 
 def stored_texts(
-    loaded: LoadedModel, database: Database, tokens: Sequence[Tokens], sources: int | None = None
+    loaded: LoadedModel, database: Database | SharedPool, tokens: Sequence[Tokens], sources: int | None = None
 ) -> set[int]:
     """Rows of the texts that are in the database; `sources`: in the first so many files of it.
 
@@ -152,10 +167,10 @@ def stored_texts(
     but the hidden states that entered the first layer: they tell texts apart as the model sees them, as tokens, cut to
     the greatest length. A digest of each text would be faster, but older databases have none.
     """
-    among = database.records.sources < (len(database.manifest.sources) if sources is None else sources)
-    if database.manifest.layers_kept(KIND_TOKENS):
-        known = {database.view(KIND_TOKENS, 0, int(record)).numpy().tobytes() for record in np.flatnonzero(among)}
+    if isinstance(database, SharedPool):
+        known = {kept.tokens.tobytes() for kept in database.records.values()}
         return {item.row for item in tokens if row_tokens(loaded, item).tobytes() in known}
+    among = database.records.sources < (len(database.manifest.sources) if sources is None else sources)
     found = set()
     for length, items in by_length(tokens).items():
         records = np.flatnonzero((database.records.lengths == length) & among)

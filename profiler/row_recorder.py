@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,18 +12,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from attmemo.db import KIND_LAST, KIND_ROWS, KIND_TOKENS, DatabaseWriter, ModelInfo, kinds_of_rows
-from attmemo.db.encodings import ROW_STORAGE, TYPES
-from attmemo.errors import AttmemoError, UnsupportedModelError
+from attmemo.db import ModelInfo, Provenance
+from attmemo.db.encodings import ROW_STORAGE, row_types
+from attmemo.db.pools.filling import Filling, is_sealed
+from attmemo.db.pools.pool import usual_for
+from attmemo.db.pools.prepared import building, in_order, open_to_build
+from attmemo.db.pools.segment import bytes_of, rounded
+from attmemo.db.pools.shared_pool import SharedPool
+from attmemo.db.records import Entry
+from attmemo.errors import AttmemoError, DatabaseCorruptError, UnsupportedModelError
 from attmemo.handle.stack import StackMemoization, blocks_of
 from attmemo.kernels.align import Rule
 from attmemo.memoization import memoize, unmemoize
 from attmemo.models import Adapter
 from attmemo.profiler.models import LoadedModel, Tokens, collate
-from attmemo.profiler.recorder import Admission, Form, Place, Slots
+from attmemo.profiler.recorder import Admission, Form, Place
 from attmemo.rows.index import TokenIndex
+from attmemo.rows.layout import RowLayout
 from attmemo.rows.planner import packed_tokens
-from attmemo.rows.store import records_of
+from attmemo.rows.store import Record, records_of
 
 _MAPS = "attmemo build-database --reuse maps …"
 
@@ -37,8 +46,7 @@ class RowRecorder:
         self.form = form
         self._model, self._loaded = model, loaded
         self._heads = blocks_of(model, adapter, "rows").heads
-        types = {kind.name: TYPES[kind.dtype] for kind in form.kinds}
-        self._types = types[KIND_ROWS], types[KIND_LAST]
+        self._types = row_types(form.storage)
         self._kept: list[tuple[list[int], Tensor, Tensor]] = []
         self._handle: StackMemoization | None = None
 
@@ -55,7 +63,7 @@ class RowRecorder:
         self._handle = None
         unmemoize(self._model)
 
-    def run(self, inputs: Mapping[str, Tensor]) -> list[Slots]:
+    def run(self, inputs: Mapping[str, Tensor]) -> list[Record]:
         """As `Recorder.run`. UnsupportedModelError if the call stays exact for a reason that is then named."""
         handle = self._handle
         assert handle is not None
@@ -72,20 +80,101 @@ class RowRecorder:
                 "rows cannot be captured: the inputs have no token ids.", f"{_MAPS}: maps are kept of any input"
             )
         parts = np.split(tokens, np.cumsum(lengths)[:-1])
-        return [record.slots for record in records_of(lengths, rows, last, self._types, self._heads, parts)]
+        return records_of(lengths, rows, last, self._types, self._heads, parts)
 
-    def admission(self, admit: float | None, writer: DatabaseWriter) -> ByTokens:
+    def admission(self, admit: float | None, writer: RowWriter) -> ByTokens:
         assert self._loaded is not None
         return ByTokens(self._loaded, admit, writer)
 
 
-def row_form(info: ModelInfo, storage: str) -> Form:
-    """How rows of a model are stored, of what was asked for."""
+class RowWriter:
+    """Writes a prepared database of rows as `DatabaseWriter` writes one of maps; it begins with the first publication.
+
+    Records are published a segment at a time: a killed process loses no more. `expected`: bytes that there will be, at
+    most. DatabaseLockedError, DatabaseError, StaleDatabaseError: as `building`.
+    """
+
+    def __init__(self, path: Path, info: ModelInfo, form: Form, expected: int = 0) -> None:
+        self.path, self._expected = path, expected
+        self._filling = Filling.of(info, form.storage, sealed=True)
+        self._layout = RowLayout.of(info, form.storage)
+        self.pool: SharedPool | None = None  # what is published
+        self._waiting: list[Entry] = []
+        self._bytes = 0  # of what waits
+        self._sources: dict[str, int] = {}
+        with ExitStack() as held:
+            held.enter_context(building(path, self._filling))
+            if is_sealed(path):
+                self._open()
+            self._held = held.pop_all()
+
+    def _open(self) -> SharedPool:
+        self.pool = open_to_build(self.path, self._filling, self._expected)
+        return self.pool
+
+    @property
+    def records(self) -> int:
+        """Records stored, published or not."""
+        return len(self._waiting) + (0 if self.pool is None else len(self.pool))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all segments, that of what is not published too."""
+        return self._next() + (0 if self.pool is None else self.pool.nbytes)
+
+    def cost(self, length: int) -> int:
+        """Bytes that one more record of this length will take."""
+        return self._next(rounded(self._layout.nbytes(length))) - self._next()
+
+    def _next(self, *more: int) -> int:
+        """Bytes of the segment for what is not published, and for records of so many bytes."""
+        count = len(self._waiting) + len(more)
+        return bytes_of(count, self._bytes + sum(more)) if count else 0
+
+    def stored_rows(self) -> dict[int, set[int]]:
+        """None: what is stored is known by its tokens."""
+        return {}
+
+    def add_source(self, name: str, digest: str) -> int:
+        """Number of a data file, the same one for the same content."""
+        return self._sources.setdefault(digest, len(self._sources))
+
+    def add(self, record: Record, length: int, provenance: Provenance) -> int:
+        """Store a record. DatabaseCorruptError: a number is not finite in the storage type; nothing was stored."""
+        parts = [part for part in (record.rows, record.scales, record.last) if part is not None]
+        if not all(bool(part.isfinite().all()) for part in parts if part.is_floating_point()):
+            raise DatabaseCorruptError(
+                f"row {provenance.row} of the data: the rows are not finite in their type; nothing was stored.",
+                "store in a type of wider range: --dtype bfloat16 or float32",
+            )
+        nbytes = rounded(self._layout.nbytes(length))
+        if self._waiting and self._next(nbytes) > usual_for(self._expected):
+            self.publish()
+        self._waiting.append(Entry(record.tokens.copy(), self._layout.body_of(record)))
+        self._bytes += nbytes
+        return self.records - 1
+
+    def publish(self) -> None:
+        """Make everything stored so far visible. StorageFullError: what was published before stays."""
+        waiting, self._waiting, self._bytes = self._waiting, [], 0  # before: after Ctrl-C nothing is published twice
+        (self._open() if self.pool is None else self.pool).add(waiting)
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.close()
+        self._held.close()
+
+
+def row_form(storage: str) -> Form:
+    """How rows are stored, of what was asked for."""
     if storage == "auto":
         storage = "int8"
     if storage not in ROW_STORAGE:
         raise AttmemoError(f"rows are not stored as {storage}.", f"--dtype {', '.join(ROW_STORAGE)}")
-    return Form(storage, {}, kinds_of_rows(info, storage))
+    return Form(storage)
 
 
 class ByTokens(Admission):
@@ -95,15 +184,20 @@ class ByTokens(Admission):
     `admit` is left out too; a resumed build finds the same, so nothing is noted.
     """
 
-    def __init__(self, loaded: LoadedModel, admit: float | None, writer: DatabaseWriter) -> None:
+    def __init__(self, loaded: LoadedModel, admit: float | None, writer: RowWriter) -> None:
         self._loaded, self._admit = loaded, admit
         self._seen: set[bytes] = set()
         self._index = TokenIndex()
-        for record in range(writer.records):
-            self._remember(writer.slot(KIND_TOKENS, record).numpy())
+        for kept in [] if writer.pool is None else in_order(writer.pool):
+            self._remember(kept.tokens)
+        self._earlier = set(self._seen)
 
     def before(self, place: Place, tokens: Tokens) -> bool:
         own = row_tokens(self._loaded, tokens)
+        if own.tobytes() in self._earlier:
+            self._earlier.remove(own.tobytes())  # the same text once more is another one that is left out
+            self.there += 1
+            return False
         if own.tobytes() in self._seen or self._is_supplied(own):
             return False
         self._remember(own)  # not when it is stored: a batch later the next text of this chunk may be the same

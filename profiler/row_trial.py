@@ -7,6 +7,7 @@ very sequences that a record serves, through the same plans: only the numbers di
 from __future__ import annotations
 
 import logging
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.db import KIND_LAST, KIND_ROWS, KIND_SCALES, KIND_TOKENS, Database
+from attmemo.db.pools.prepared import in_order
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import AttmemoError
 from attmemo.forward.engine import Engine
 from attmemo.forward.planning import Whole
@@ -33,6 +35,7 @@ from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.trial import Path, Trial, same_answers
 from attmemo.profiler.turns import Progress
 from attmemo.rows.gate import RowGate
+from attmemo.rows.layout import RowLayout
 from attmemo.rows.planner import RowPlanner
 from attmemo.rows.serve import Rows
 from attmemo.rows.store import Held, Record, RowStore
@@ -43,8 +46,12 @@ MEAN_OF = 64  # records that mean rows average
 class StandIn(RowStore):
     """Records of a database with the numbers of other ones. Nothing is held, so there is nothing to close."""
 
-    def __init__(self, database: Database) -> None:
-        self.database = database
+    def __init__(self, database: SharedPool) -> None:
+        self.kept, self.layout = in_order(database), RowLayout.of(database.filling.model, database.filling.storage)
+
+    def record(self, number: int) -> Record:
+        """A record as it is."""
+        return self.layout.record_of(self.kept[number])
 
     def fetch(self, records: npt.NDArray[np.int64]) -> Held:
         return Held([None if record < 0 else self.instead(record) for record in records.tolist()])
@@ -58,34 +65,34 @@ class ZeroedRows(StandIn):
     """Zeros."""
 
     def instead(self, record: int) -> Record:
-        found = read_record(self.database, record)
+        found = self.record(record)
         return replace(found, rows=torch.zeros_like(found.rows), last=torch.zeros_like(found.last))
 
 
 class MeanRows(StandIn):
     """For every token the mean over tokens and records, of each layer."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: SharedPool) -> None:
         super().__init__(database)
-        numbers = np.linspace(0, len(database) - 1, min(MEAN_OF, len(database))).round().astype(int)
-        found = [read_record(database, int(number)) for number in numbers]
+        numbers = np.linspace(0, len(self.kept) - 1, min(MEAN_OF, len(self.kept))).round().astype(int)
+        found = [self.record(int(number)) for number in numbers]
         self._rows = torch.cat([_numbers(record) for record in found], 2).mean(2, keepdim=True)  # [layers, 2, 1, H]
         self._last = torch.cat([record.last.float() for record in found]).mean(0, keepdim=True)  # [1, H]
 
     def instead(self, record: int) -> Record:
-        own = read_record(self.database, record)
+        own = self.record(record)
         n, storage = len(own.tokens), (own.rows.dtype, own.last.dtype)
         rows, last = self._rows.expand(-1, -1, n, -1).contiguous(), self._last.expand(n, -1).contiguous()
-        return Record.pack(own.tokens, rows, last, storage, self.database.manifest.model.heads)
+        return Record.pack(own.tokens, rows, last, storage, self.layout.heads)
 
 
 class RandomRecord(StandIn):
     """The rows of another record; it begins again where it is shorter."""
 
     def instead(self, record: int) -> Record:
-        count, n = len(self.database), int(self.database.records.lengths[record])
+        count, n = len(self.kept), len(self.kept[record].tokens)
         stranger = (record * 2654435761 + 12345) % count  # a multiplicative hash in place of a generator
-        found = read_record(self.database, stranger if stranger != record else (record + 1) % count)
+        found = self.record(stranger if stranger != record else (record + 1) % count)
         places = torch.arange(n) % len(found.tokens)
         return Record(
             found.tokens[places.numpy()], found.rows.index_select(2, places),
@@ -93,22 +100,9 @@ class RandomRecord(StandIn):
         )  # fmt: skip
 
 
-CONTROLS: dict[str, Callable[[Database], StandIn]] = {
+CONTROLS: dict[str, Callable[[SharedPool], StandIn]] = {
     "zeroed rows": ZeroedRows, "mean rows": MeanRows, "random record": RandomRecord,
 }  # fmt: skip
-
-
-def read_record(database: Database, number: int) -> Record:
-    """A record of a database that keeps rows, in memory."""
-    kinds = {kind.name: kind for kind in database.manifest.kinds}
-
-    def layers(name: str) -> Tensor:
-        return torch.stack([database.view(name, layer, number) for layer in range(kinds[name].layers)])
-
-    return Record(
-        database.slot(KIND_TOKENS, 0, number).numpy(), layers(KIND_ROWS),
-        layers(KIND_SCALES) if KIND_SCALES in kinds else None, database.slot(KIND_LAST, 0, number),
-    )  # fmt: skip
 
 
 def _numbers(record: Record) -> Tensor:
@@ -120,7 +114,7 @@ def _numbers(record: Record) -> Tensor:
 
 
 @contextmanager
-def serving_rows(engine: Engine, database: Database, name: str) -> Iterator[None]:
+def serving_rows(engine: Engine, database: SharedPool, name: str) -> Iterator[None]:
     """Serve a control's rows instead of the records' while inside."""
     rows = engine.reuse
     assert isinstance(rows, Rows)
@@ -135,14 +129,15 @@ class RowTrial(Trial):
     """Rows under measurement, beside the original code and the same blocks without records (path ``"packed"``)."""
 
     reuse = "rows"
-    kind = KIND_ROWS
     sweep = (0.3, 0.5, 0.7, 0.9)
     controls = tuple(CONTROLS)
 
-    def __init__(self, loaded: LoadedModel, database: Database, options: Any) -> None:
+    def __init__(self, loaded: LoadedModel, database: SharedPool, options: Any) -> None:
         if options.lookup == "layer":
             raise AttmemoError("rows are looked up once per sequence.", "leave --lookup out")
-        super().__init__(loaded, database, options)
+        super().__init__(loaded, options)
+        self._database, self.storage, self.bytes = database, database.filling.storage, database.nbytes
+        self.lengths = [len(kept.tokens) for kept in database.records.values()]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -155,8 +150,8 @@ class RowTrial(Trial):
         log.addFilter(_is_no_advice)  # to do what is being done
         try:
             memoize(
-                self._loaded.model, options.threshold, self._database, reuse="rows", budget=None, near=options.near,
-                most_moved=options.most_moved, gate=options.gate,
+                self._loaded.model, options.threshold, self._database.path, reuse="rows", budget=None,
+                near=options.near, most_moved=options.most_moved, gate=options.gate,
             )  # fmt: skip
         finally:
             log.removeFilter(_is_no_advice)
@@ -207,7 +202,7 @@ class RowTrial(Trial):
         return serving_rows(handle.engine, self._database, name)
 
     def live(self, tokens: Sequence[Tokens], exact: Tensor, tell: Progress) -> dict[str, Any] | None:
-        return _play(self._loaded, self._database, tokens, exact, self._options, tell)
+        return _play(self._loaded, self._database.path, tokens, exact, self._options, tell)
 
     def verdict(self, result: dict[str, Any]) -> str:
         share, time = result["share_computed"], result["time"]
@@ -228,8 +223,9 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 
 def _play(
-    loaded: LoadedModel, database: Database, tokens: Sequence[Tokens], exact: Tensor, options: Any, tell: Progress
-) -> dict[str, Any] | None:
+    loaded: LoadedModel, database: os.PathLike[str], tokens: Sequence[Tokens], exact: Tensor, options: Any,
+    tell: Progress,
+) -> dict[str, Any] | None:  # fmt: skip
     """What the guard would have done with texts, had they come one after the other, live, to this database.
 
     Shares of the texts served and changed, and of the rows computed; None if the answer cannot be guarded. The guard

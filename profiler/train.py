@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo.db import KIND_INPUT, Database, DatabaseWriter, kept_in, read_manifest
+from attmemo.db import KIND_INPUT, Database, DatabaseWriter, read_manifest
+from attmemo.db.pools.filling import is_sealed
 from attmemo.embed.indexing import build_indexes, remove_stale
 from attmemo.embed.training import Trained, TrainOptions, train
 from attmemo.errors import DatabaseError, DataError
@@ -65,10 +66,10 @@ def train_database(
         The model is another one than the database was built for, or `model` names no model.
     """
     start, notes = time.monotonic(), list[str]()
-    manifest = read_manifest(path)
-    if kept_in(manifest) == "rows":
+    if is_sealed(path):
         what = f"{path} keeps rows, which are found by their tokens: there is no embedder to train."
         raise DatabaseError(what, f"attmemo evaluate {path} --data FILE")
+    manifest = read_manifest(path)
     # A named model must be the right one. If the model of the build has moved, only the profile is lost.
     loaded = open_model(manifest.model, model, answers=False) if profile and model is not None else None
     with DatabaseWriter.reopen(path) as writer, Database(path) as database:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from attmemo.db import Database
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.turns import Progress
 
@@ -20,12 +19,18 @@ class Trial(ABC):
     """One kind of reuse under measurement. `serve` memoizes the model; the model stays memoized."""
 
     reuse: ClassVar[str]
-    kind: ClassVar[str]  # of slots that serve
     sweep: ClassVar[Sequence[float]]  # thresholds to try
     controls: ClassVar[Sequence[str]]  # what is served in place of the records
+    storage: str  # of the database
+    bytes: int  # of all its records
+    lengths: list[int]  # in tokens, of its records
 
-    def __init__(self, loaded: LoadedModel, database: Database, options: Any) -> None:
-        self._loaded, self._database, self._options = loaded, database, options
+    def __init__(self, loaded: LoadedModel, options: Any) -> None:
+        self._loaded, self._options = loaded, options
+
+    def notes(self, files: Sequence[Any]) -> list[str]:
+        """What a reader must know of how it serves, or of these data."""
+        return []
 
     @property
     @abstractmethod

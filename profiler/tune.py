@@ -25,7 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.db import SEQUENCE, Database, DatabaseWriter, kept_in
+from attmemo.db import SEQUENCE, Database, DatabaseWriter
+from attmemo.db.pools.filling import is_sealed
 from attmemo.embed.calibration import Calibration
 from attmemo.embed.indexing import extend_indexes, remove_stale
 from attmemo.embed.lookup import LookupInTime, LookupName
@@ -89,13 +90,13 @@ def tune(path: Path, files: Sequence[str | Path], options: TuneOptions, tell: Pr
         A budget or confidence outside (0, 1), a database of rows, no data, or nothing can be certified.
     """
     needed = tuner.sequences_needed(options.budget, options.confidence)
+    if is_sealed(path):
+        raise TuningError(
+            f"{path} keeps rows, and tune chooses thresholds of maps only.",
+            f"attmemo evaluate {path} --data FILE shows speed and quality at several thresholds",
+        )
     _index_all(path, files, options, tell)
     with Database(path) as database:
-        if kept_in(database.manifest) == "rows":
-            raise TuningError(
-                f"{path} keeps rows, and tune chooses thresholds of maps only.",
-                f"attmemo evaluate {path} --data FILE shows speed and quality at several thresholds",
-            )
         database.embedder_ref()
         loaded = open_model(database.manifest.model, options.model, options.pooling, options.answer)
         asked = open_in_time(loaded, database, files, options.text_column, options.limit)

@@ -17,7 +17,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
-from attmemo.db import Database
 from attmemo.db.encodings import ROW_STORAGE
+from attmemo.db.pools.prepared import open_prepared
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.turns import Job, interleave
 
@@ -293,8 +293,8 @@ class _Logits:
 def store(model: nn.Module, case: Case, path: Path, storage: str) -> int:
     """A database of the case's stored inputs. Bytes of one record, on average."""
     stored = (padded(case.stored[at : at + 32], case.pad) for at in range(0, len(case.stored), 32))
-    with Database(build_from_inputs(model, stored, path, reuse="rows", storage=storage)) as database:
-        return database.bytes // len(database)
+    with closing(open_prepared(build_from_inputs(model, stored, path, reuse="rows", storage=storage))) as pool:
+        return pool.nbytes // len(pool)
 
 
 def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compiling: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Upkeep of databases that fill themselves: `attmemo forget`, `compact`, `merge`; and what `inspect` shows of them."""
+"""Upkeep of databases of rows: `attmemo forget`, `compact`, `merge`; and what `inspect` shows of them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,12 @@ Others = Annotated[list[Path], typer.Argument(metavar="FROM…", help="Databases
 
 def opened(db: Path, *, fills: bool) -> SharedPool:
     """The pool of a folder; it keeps all that it holds."""
+    from attmemo.db.pools.filling import is_sealed
+    from attmemo.db.pools.prepared import open_prepared
     from attmemo.db.pools.shared_pool import SharedPool
 
+    if is_sealed(db) and not fills:
+        return open_prepared(db)
     pool = SharedPool(db, None, fills=fills)
     pool.news()
     return pool
@@ -60,7 +64,7 @@ def forget(
     db: DatabasePath, text: Text = None, before: Before = None, model: ModelName = None, any_tokenizer: Any_ = False,
     namespace: Name = None, json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """Take records out of a database that fills itself, and of its namespaces.
+    """Take records out of a database of rows, and of its namespaces.
 
     None of their bytes is left in the folder. What guards have learned there is removed too, so they learn again; and
     what was set aside as damaged, which may hold the same. If no record is meant, nothing is changed.
@@ -128,7 +132,7 @@ def forget(
 
 
 def compact(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
-    """Write a database that fills itself anew, without gaps.
+    """Write a database of rows anew, without gaps.
 
     It is left as it is if that gains nothing. Models that serve from it go on. The folder needs room for both at once.
     """
@@ -178,30 +182,32 @@ def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = Fa
 
 
 def _merge_prepared(db: Path, others: list[Path], out: Output) -> None:
-    from attmemo.db import kept_in, read_manifest
+    from attmemo.db import read_manifest
+    from attmemo.db.pools.filling import is_sealed
     from attmemo.db.pools.merging import merge_prepared
 
     done = merge_prepared(db, others, lambda count, total: out.stages("copying", count, total))
     out.result({"path": str(db), "added": done.added, "doubled": done.doubled, "records": done.records})
     out.say(f"{db}: {done.added:,} records added, {done.doubled:,} were there, {done.records:,} in all")
-    manifest, place = read_manifest(db), shlex.quote(str(db))
-    following = f"check {place}" if kept_in(manifest) == "rows" else f"train-embedder {place}"
-    if manifest.embedder is not None:
+    place = shlex.quote(str(db))
+    following = f"check {place}" if is_sealed(db) else f"train-embedder {place}"
+    if not is_sealed(db) and read_manifest(db).embedder is not None:
         following = f"tune {place} --data FILE, or attmemo train-embedder {place}"
     out.say(f"Next: attmemo {following}")
 
 
 def show(out: Output, found: dict[str, Any]) -> None:
-    """What `attmemo inspect` shows of a database that fills itself."""
+    """What `attmemo inspect` shows of a database of rows."""
     model, counts = found["model"], found["counts"]
+    used = "" if found["prepared"] else f", used {found['hits']:,} times"
     rows = {
         "model": model["name"],
         "family": f"{model['family']}, {model['layers']} layers, {model['heads']} heads, {model['hidden']} wide",
         "computed in": model["dtype"],
         "fingerprint": model["fingerprint"],
-        "keeps": f"rows, stored as {found['storage']}; it fills itself",
+        "keeps": f"rows, stored as {found['storage']}; {'prepared' if found['prepared'] else 'it fills itself'}",
         "since": _when(found["made"]),
-        "records": f"{found['records']:,}, used {found['hits']:,} times",
+        "records": f"{found['records']:,}{used}",
         "size": f"{size(found['bytes'])} in {found['segments']} segments, records {size(found['record_bytes'])}",
         "so far": _so_far(counts),
     }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attmemo.db.database import Finding
 
 _BINS, _BAR = 8, 32
+UNSERVED = "nothing must be done, they are not served; remove the folder to begin anew"
 
 
 Plot = Annotated[Path | None, typer.Option(
@@ -35,29 +36,31 @@ Plot = Annotated[Path | None, typer.Option(
 def inspect(db: DatabasePath, plot: Plot = None, json: Json = None, quiet: Quiet = False) -> None:
     """Show what a database holds.
 
-    Model, kind of reuse, bytes of a record, records by length; for maps embedder, profile and tuned threshold. Checks
-    the structure but reads no slot; `attmemo check` reads every one.
+    Model, kind of reuse, bytes, records by length; for maps embedder, profile and tuned threshold. Checks the
+    structure but reads no record; `attmemo check` reads every one.
     """
     with output(json, quiet) as out:
         from attmemo.db import Database
-        from attmemo.db.pools.filling import is_filling
+        from attmemo.db.pools.filling import is_filling, is_pool
 
-        if is_filling(db):
-            found = _summarize_filling(db)
+        if plot is not None and not is_filling(db):
+            raise typer.BadParameter(f"--plot: {db} is a prepared database; nothing is known of its requests.")
+        if is_pool(db):
+            found = _summarize_rows(db)
             filling.show(out, found)
             if plot is not None:
                 _plot(plot, found)
         else:
-            if plot is not None:
-                raise typer.BadParameter(f"--plot: {db} is a prepared database; nothing is known of its requests.")
             with Database(db) as database:
                 found = _summarize(database)
             _show(out, found)
+        if found["lengths"]:
+            out.table("Records by tokens", (), histogram({int(k): v for k, v in found["lengths"].items()}))
         out.result(found)
 
 
-def _summarize_filling(db: Path) -> dict[str, Any]:
-    """What `inspect` shows of a database that fills itself, JSON-able."""
+def _summarize_rows(db: Path) -> dict[str, Any]:
+    """What `inspect` shows of a database of rows, JSON-able."""
     from attmemo.db.folder import ASIDE
     from attmemo.db.namespaces import bytes_in, named_in
     from attmemo.db.pools.maintenance import summarize
@@ -81,7 +84,7 @@ def _plot(file: Path, found: dict[str, Any]) -> None:
 
 def _summarize(database: Database) -> dict[str, Any]:
     """What `inspect` shows, JSON-able."""
-    from attmemo.db import SPLIT_HELD_OUT, kept_in
+    from attmemo.db import SPLIT_HELD_OUT
 
     manifest, records = database.manifest, database.records
     embedder, profile = manifest.embedder, manifest.profile
@@ -89,7 +92,7 @@ def _summarize(database: Database) -> dict[str, Any]:
     return {
         "path": str(database.path), "generation": manifest.generation,
         "model": {key: value for key, value in asdict(manifest.model).items() if key not in ("fields", "tokenizer")},
-        "reuse": kept_in(manifest), "kinds": _kinds(database),
+        "reuse": "maps", "kinds": _kinds(database),
         "storage": manifest.storage, "page_size": manifest.page_size, "records": len(database),
         "held_out": int((records.splits == SPLIT_HELD_OUT).sum()),
         "lengths": {str(length): count for length, count in sorted(database.lengths.items())},
@@ -98,7 +101,7 @@ def _summarize(database: Database) -> dict[str, Any]:
         "embedder": embedder and {"backend": embedder.backend, "records": indexed, **embedder.report},
         "profile": profile and {key: profile.get(key) for key in ("threads", "dtype", "costs")},
         "hit_rates": profile and _hit_rates(profile, manifest.tuning, manifest.model.layers),
-        "tuning": manifest.tuning, "guards": _guards(database.path),
+        "tuning": manifest.tuning,
     }  # fmt: skip
 
 
@@ -154,11 +157,12 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
     """
     with output(json, quiet) as out:
         from attmemo.db import Database
-        from attmemo.db.pools.filling import is_filling
+        from attmemo.db.files import RESTORE
+        from attmemo.db.pools.filling import is_pool, is_sealed
 
-        if is_filling(db):
-            read, (total, found) = "record", _check_filling(out, db)
-            following = "nothing must be done, they are not served; remove the folder to begin anew"
+        if is_pool(db):
+            read, (total, found) = "record", _check_rows(out, db)
+            following = RESTORE if is_sealed(db) else UNSERVED
         else:
             with Database(db) as database:
                 read, total = "slot", len(database) * sum(kind.layers for kind in database.manifest.kinds)
@@ -178,13 +182,12 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
         out.say(f"{db}: {counted(total, read)}, all checksums match")
 
 
-def _check_filling(out: Output, db: Path) -> tuple[int, list[Finding]]:
-    """How many records a database that fills itself has, and what is wrong with some; of namespaces too."""
+def _check_rows(out: Output, db: Path) -> tuple[int, list[Finding]]:
+    """How many records a database of rows has, and what is wrong with some; of namespaces too."""
     from attmemo.db.namespaces import all_of
     from attmemo.db.pools import maintenance as upkeep
 
-    records = 0
-    found: list[Finding] = []
+    records, found = 0, list[Finding]()
     for folder in all_of(db):
         with closing(filling.opened(folder, fills=False)) as pool:
             records += len(pool)
@@ -214,12 +217,6 @@ def _show(out: Output, found: dict[str, Any]) -> None:
     costs = "not measured, so the gate always tries"
     if profile:
         costs = f"measured on {counted(profile['threads'], 'thread')} in {profile['dtype']}"
-    trained = {
-        "not yet indexed": waiting,
-        "embedder": f"indexed with {embedder['backend']}" if embedder else "not trained",
-        "costs": costs,
-        "threshold": "tuned" if found["tuning"] else f"not tuned (attmemo tune {place} --data FILE)",
-    }
     rows = {
         "model": model["name"],
         "family": f"{model['family']}, {model['layers']} layers, {model['heads']} heads, {model['hidden']} wide",
@@ -230,12 +227,11 @@ def _show(out: Output, found: dict[str, Any]) -> None:
         "records": f"{found['records']:,}, of which {found['held_out']:,} held out",
         "data": ", ".join(found["sources"]),
         "generation": cell(found["generation"]),
+        "not yet indexed": waiting,
+        "embedder": f"indexed with {embedder['backend']}" if embedder else "not trained",
+        "costs": costs,
+        "threshold": "tuned" if found["tuning"] else f"not tuned (attmemo tune {place} --data FILE)",
     }
-    if found["reuse"] == "maps":
-        rows |= trained
-    else:
-        rows["lookup"] = "by tokens, without training"
-        rows |= {f"guard of answer={guard['answer']}": guard["says"] for guard in found["guards"]}
     out.table(found["path"], (), list(rows.items()))
     kinds = [
         (kind["kind"], cell(kind["slots"]), kind["dtype"], " × ".join(map(str, kind["shape"])), size(kind["bytes"]),
@@ -243,8 +239,6 @@ def _show(out: Output, found: dict[str, Any]) -> None:
         for kind in found["kinds"]
     ]  # fmt: skip
     out.table("A record, with padding", ("kind", "slots", "type", "shape", "in all", "a record"), kinds)
-    if found["lengths"]:
-        out.table("Records by tokens", (), histogram({int(k): v for k, v in found["lengths"].items()}))
     if embedder and embedder.get("layers"):
         show_layers(out, embedder["layers"])
     rates = found["hit_rates"]

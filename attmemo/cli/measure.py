@@ -128,7 +128,8 @@ def evaluate(
     """
     values = locals()
     with output(json, quiet, "interrupted; the database is as it was, no report was written") as out:
-        from attmemo.db import kept_in, read_manifest
+        from attmemo.db import read_manifest
+        from attmemo.db.pools.filling import is_sealed
         from attmemo.profiler import evaluate as asking
 
         check_prepared(
@@ -138,12 +139,11 @@ def evaluate(
         if report is not None:
             check_directory("--report", report)
             check_installed("report", "jinja2", "matplotlib")
-        manifest = read_manifest(db)
-        layers = manifest.model.layers
-        if isinstance(threshold, list) and kept_in(manifest) == "rows":
+        several = len(threshold) if isinstance(threshold, list) else 0
+        if several and is_sealed(db):
             raise AttmemoError("--threshold gives several shares; rows have one.", "give one, or auto")
-        if isinstance(threshold, list) and len(threshold) != layers:
-            wrong = f"--threshold gives {len(threshold)} scores, the model has {layers} layers."
+        if several and several != (layers := read_manifest(db).model.layers):
+            wrong = f"--threshold gives {several} scores, the model has {layers} layers."
             raise AttmemoError(wrong, f"give one, or {layers}")
         chosen = options.choose(asking.EvaluateOptions, values)
         result = asking.evaluate(db, [*data, *(more or ())], chosen, out.stages)

@@ -21,7 +21,7 @@ from attmemo.db.encodings import unpack
 from attmemo.db.files import MANIFEST, RESTORE, file_digest
 from attmemo.db.index import LayerIndex
 from attmemo.db.manifest import EmbedderRef, FileRef, Manifest, read_manifest
-from attmemo.db.slot_kinds import FORMS, KIND_INPUT, KIND_MAP
+from attmemo.db.slot_kinds import KIND_INPUT, KIND_MAP
 from attmemo.db.slots import HEADER_BYTES, SlotClass, check_arena, slot_checksum
 from attmemo.errors import (
     DatabaseCorruptError,
@@ -122,7 +122,7 @@ class Database:
         if arena is None:
             with self._opening:
                 self._check_open()
-                residency: Residency = self.residency if FORMS[kind].served else "page-cache"
+                residency: Residency = self.residency if kind == KIND_MAP else "page-cache"
                 arena = self._arenas.get((kind, length)) or self._open_arena(found, residency)
         return arena
 
@@ -224,7 +224,7 @@ class Database:
         self.residency = residency
         if residency == "page-cache":
             return
-        classes = [found for found in self.manifest.classes if FORMS[found.kind.name].served]
+        classes = [found for found in self.manifest.classes if found.kind.name == KIND_MAP]
         total, done = sum(found.file_bytes for found in classes), 0
         notices = []
         for found in classes:
@@ -240,7 +240,7 @@ class Database:
             _LOG.warning("attmemo: %s%s", notices[0], more)
 
     def _open_arena(self, found: SlotClass, residency: Residency, progress: Progress | None = None) -> Arena:
-        arena = Arena(self.path / found.file, found.layout, residency, progress, windows=found.windows)
+        arena = Arena(self.path / found.file, found.layout, residency, progress)
         check_arena(self.path, self.manifest.uuid, found)  # again: another file may have been put in its place
         before = self._arenas.get((found.kind.name, found.length))
         self._arenas[found.kind.name, found.length] = arena

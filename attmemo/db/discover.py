@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from attmemo.db.files import MANIFEST
+from attmemo.db.files import MANIFEST, PREPARED
 from attmemo.db.manifest import Manifest, read_manifest
-from attmemo.db.slot_kinds import KIND_ROWS
+from attmemo.db.pools.filling import Filling
 from attmemo.errors import DatabaseError, DatabaseNotFoundError
 
 
@@ -30,11 +30,6 @@ def default_path(fingerprint: str, reuse: str = "maps") -> Path:
 def filling_path(fingerprint: str) -> Path:
     """Where the database of a model fills itself when the user names no place."""
     return cache_directory() / f"{fingerprint[:16]}-filling"
-
-
-def kept_in(manifest: Manifest) -> str:
-    """The kind of reuse that a database serves: ``"rows"`` or ``"maps"``."""
-    return "rows" if manifest.layers_kept(KIND_ROWS) else "maps"
 
 
 def find_database(fingerprint: str, reuse: str = "auto") -> Path:
@@ -60,15 +55,17 @@ def find_database(fingerprint: str, reuse: str = "auto") -> Path:
     """
     folder = cache_directory()
     best: tuple[tuple[bool, bool, bool, int], Path] | None = None
-    for file in sorted(folder.glob(f"*/{MANIFEST}")):
+    names = {"maps": (MANIFEST,), "rows": (PREPARED,)}.get(reuse, (MANIFEST, PREPARED))
+    for file in sorted(file for name in names for file in folder.glob(f"*/{name}")):
         try:
-            found = read_manifest(file.parent)
+            found = read_manifest(file.parent) if file.name == MANIFEST else Filling.read(file.parent)
         except DatabaseError:  # damaged, or of another version: not the one we look for
             continue
-        kept = kept_in(found)
-        if found.model.fingerprint != fingerprint or reuse not in ("auto", kept):
+        if found.model.fingerprint != fingerprint:
             continue
-        rank = kept == "rows", found.embedder is not None, found.tuning is not None, found.records
+        rank = True, False, False, found.records
+        if isinstance(found, Manifest):
+            rank = False, found.embedder is not None, found.tuning is not None, found.records
         if best is None or rank > best[0]:
             best = rank, file.parent
     if best is None:

@@ -30,7 +30,12 @@ STORAGE["uint8"] = ("uint8", "float8_e4m3")
 # Choices of storage of rows: the types of K and V, and of the last hidden states.
 ROW_STORAGE: Final = {name: (name, name) for name in ("float32", "bfloat16", "float16")}
 ROW_STORAGE["int8"] = ("int8", "bfloat16")
-CHOICES: Final = tuple(STORAGE | ROW_STORAGE)
+
+
+def row_types(storage: str) -> tuple[torch.dtype, torch.dtype]:
+    """The types of K and V, and of the last hidden states, of a choice in `ROW_STORAGE`."""
+    of_rows, of_last = ROW_STORAGE[storage]
+    return TYPES[of_rows], TYPES[of_last]
 
 
 def length_of(shape: tuple[int, ...]) -> int:

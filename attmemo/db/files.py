@@ -24,6 +24,8 @@ from attmemo.errors import (
 
 MANIFEST: Final = "MANIFEST.json"
 FILLING: Final = "FILLING.json"
+PREPARED: Final = "PREPARED.json"
+"""As `FILLING`, of a pool that builds alone fill."""
 CATALOGUE: Final = "catalogue"
 ARENA: Final = "arena"
 LOCK: Final = "builder.lock"

@@ -1,4 +1,4 @@
-"""The folder of a database that fills itself, as it begins: what may lie there, and what says that a part is lost."""
+"""The folder of a database of rows, as it begins: what may lie there, and what says that a part is lost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from attmemo.db.environments import is_whole
-from attmemo.db.files import ANEW, CATALOGUE, FILLING, MANIFEST, storing
+from attmemo.db.files import ANEW, CATALOGUE, FILLING, LOCK, MANIFEST, PREPARED, storing
 from attmemo.db.pools.fill_lock import LEASE, PRESENCE
-from attmemo.db.pools.filling import Filling, is_filling
+from attmemo.db.pools.filling import Filling, is_pool
 from attmemo.db.scrub import DUE
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
@@ -23,18 +23,20 @@ NAMESPACES: Final = "namespaces"
 """Folder with a folder for each namespace: a database of its own."""
 NAMED: Final = "NAMESPACE.json"
 """File with the name of a namespace."""
-_OWN: Final = (FILLING, CATALOGUE, SEGMENTS, GUARDS, ASIDE, LEASE, PRESENCE, DUE, NAMESPACES, NAMED)
+_OWN: Final = (CATALOGUE, SEGMENTS, GUARDS, ASIDE, LEASE, LOCK, PRESENCE, DUE, NAMESPACES, NAMED)
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, filling: Filling) -> None:
     """Make the folder of a new database. DatabaseError: something else is in it, or it cannot be made."""
     try:
-        found = sorted(file.name for file in path.iterdir() if not file.name.startswith(_OWN))
+        found = sorted(file.name for file in path.iterdir() if not file.name.startswith((filling.file, *_OWN)))
     except OSError:
         found = []  # there is no such folder, or what comes next says why it cannot be read
     if found:
-        what = "is a prepared database" if MANIFEST in found else f"holds other files ({found[0]})"
-        raise DatabaseError(f"{path} {what}: no database can fill itself there.", "give fill= an empty folder")
+        known = {MANIFEST: "is a prepared database", PREPARED: "is a prepared database", FILLING: "fills itself"}
+        what = known.get(found[0], f"holds other files ({found[0]})")
+        hint = f"give {'--output' if filling.sealed else 'fill='} an empty folder"
+        raise DatabaseError(f"{path} {what}: no other database can be begun there.", hint)
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)  # it holds what inputs say
@@ -49,7 +51,7 @@ def check_parts(path: Path) -> None:
 
 def is_begun(path: Path) -> bool:
     """Whether the folder says whose records it holds, and has a catalogue."""
-    return is_filling(path) and is_whole(path)
+    return is_pool(path) and is_whole(path)
 
 
 def begin(path: Path, filling: Filling | None) -> None:
@@ -57,7 +59,7 @@ def begin(path: Path, filling: Filling | None) -> None:
 
     DatabaseCorruptError: it was begun before, and has lost its catalogue. OSError: the disk refuses.
     """
-    if filling is not None and not is_filling(path):
+    if filling is not None and not is_pool(path):
         filling.write(path)
     if is_whole(path):
         return

@@ -13,11 +13,18 @@ from typing import Any, Final
 
 import xxhash
 
-from attmemo.db.encodings import CHOICES
-from attmemo.db.files import FILLING, MANIFEST, RESTORE, write_durably
+from attmemo.db.encodings import STORAGE
+from attmemo.db.files import FILLING, MANIFEST, PREPARED, RESTORE, write_durably
 from attmemo.db.slot_kinds import SlotKind
 from attmemo.db.slots import SlotClass
-from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
+from attmemo.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseNotFoundError,
+    FormatVersionError,
+    StaleDatabaseError,
+)
+from attmemo.fingerprint import check_fields
 from attmemo.system.json_fields import Field
 
 FORMAT: Final = "attmemo-database"
@@ -43,6 +50,17 @@ class ModelInfo:
     fingerprint: str
     fields: dict[str, str]
     tokenizer: str | None
+
+    def check_same(self, path: Path, asked: ModelInfo) -> None:
+        """Refuse to go on with records of this model for another one: StaleDatabaseError."""
+        if self.fingerprint == asked.fingerprint:
+            return
+        what = f"{path} was built for another model ({self.name}; asked: {asked.name})."
+        try:
+            check_fields(self.fields, asked.fields, path)
+        except StaleDatabaseError as error:
+            what = error.what
+        raise StaleDatabaseError(what, "choose another --output, or the model it was built for")
 
     @classmethod
     def read(cls, data: Field) -> ModelInfo:
@@ -153,7 +171,10 @@ def _parse(body: Field) -> Manifest:
     model, page = ModelInfo.read(body["model"]), body["page_size"].integer(512, 1 << 30)
     if page & (page - 1):
         body["page_size"].refuse("a power of two")
-    storage = body["storage"].text(among=CHOICES)
+    if any(item.object().get("name") == "rows" for item in body["kinds"].items()):
+        what = f"{body.source} names rows in a form that this attmemo does not read."
+        raise FormatVersionError(what, "build it again: attmemo build-database --reuse rows --model … --data …")
+    storage = body["storage"].text(among=STORAGE)
     kinds = tuple(SlotKind.read(item, model, storage) for item in body["kinds"].items())
     if len({kind.name for kind in kinds}) != len(kinds):
         body["kinds"].refuse("each kind once")
@@ -194,8 +215,8 @@ def read_manifest(path: Path) -> Manifest:
             raise DatabaseCorruptError(f"{file}: {size} bytes long, at most {MAX_BYTES} expected.", RESTORE)
         return Manifest.parse(file.read_bytes(), file)
     except FileNotFoundError as error:
-        if (path / FILLING).exists():
-            what = f"{path} fills itself with rows; a prepared database is asked for."
+        if (path / FILLING).exists() or (path / PREPARED).exists():
+            what = f"{path} keeps rows; a database of maps is asked for."
             raise DatabaseNotFoundError(what, f"attmemo inspect {path} shows what it holds") from error
         what = f"has no {MANIFEST}, so it is not a database" if path.is_dir() else "does not exist"
         hint = "name a database, or build one: attmemo build-database --model … --data …"

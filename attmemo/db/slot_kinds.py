@@ -1,19 +1,16 @@
-"""Kinds of slots: what a record keeps, and how each kind is checked before it is stored.
-
-The manifest lists the kinds of its database: those of maps, or those of rows.
-"""
+"""Kinds of slots: what a record keeps, and how each kind is checked before it is stored."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from attmemo.db.encodings import ROW_STORAGE, STORAGE, TYPES, pack
+from attmemo.db.encodings import STORAGE, TYPES, pack
 from attmemo.errors import DatabaseCorruptError
 from attmemo.system.json_fields import Field
 
@@ -22,10 +19,6 @@ if TYPE_CHECKING:
 
 KIND_MAP: Final = "map"  # the attention map of a layer over the valid tokens
 KIND_INPUT: Final = "input"  # the hidden states that entered the layer
-KIND_TOKENS: Final = "tokens"  # ids of the valid tokens, with their types
-KIND_ROWS: Final = "rows"  # K, then V, of a layer
-KIND_SCALES: Final = "scales"  # of rows in 8 bits: one number for each row and head
-KIND_LAST: Final = "last"  # the hidden states that left the last layer
 LENGTH, TRIANGLE = "n", "n(n+1)/2"  # sizes of a shape
 CAUSAL: Final = "causal"  # mask kind of a model whose maps are lower triangles
 INPUTS: Final = ("all", "first")  # setting: the layers whose hidden states are kept
@@ -36,7 +29,7 @@ class SlotKind:
     """One kind of slot."""
 
     name: str
-    layers: int  # slots in a record: one for each of the layers 0 to layers - 1, or 1 for a whole sequence
+    layers: int  # slots in a record: one for each of the layers 0 to layers - 1
     dtype: str  # a name of `attmemo.db.encodings.TYPES`
     shape: tuple[int | str, ...]  # for n valid tokens: positive numbers, and the words "n" and "n(n+1)/2"
 
@@ -53,26 +46,15 @@ class SlotKind:
         """Read one entry of the manifest: a kind that a database of this model and storage may keep."""
         name, layers, dtype = field["name"].text(among=FORMS), field["layers"].integer(), field["dtype"].text()
         found = cls(name, layers, dtype, tuple(size.value for size in field["shape"].items()))  # type: ignore[misc]
-        known = [kind for kind in _possible_kinds(model, storage) if kind.name == name]
+        all_kinds = (kind for inputs in INPUTS for kind in kinds_of_maps(model, storage, {"inputs": inputs}))
+        known = [kind for kind in all_kinds if kind.name == name]
         if found not in known:
             field.refuse(" or ".join(map(str, dict.fromkeys(known))))
         return found
 
 
-@dataclass(frozen=True)
-class Form:
-    """How slots of a kind are stored.
-
-    `store` gives the tensor to store, or DatabaseCorruptError for one that must not become a record. Only `served`
-    slots get 2 MiB pages.
-    """
-
-    store: Callable[[Tensor, SlotKind], Tensor]
-    served: bool = False
-
-
 def kinds_of_maps(model: ModelInfo, storage: str, settings: Mapping[str, Any]) -> tuple[SlotKind, ...]:
-    """The kinds of a database that serves maps; `settings` may hold ``inputs``, one of `INPUTS`."""
+    """The kinds of a database; `settings` may hold ``inputs``, one of `INPUTS`."""
     of_maps, of_inputs = STORAGE[storage]
     shape = (model.heads, TRIANGLE) if model.mask_kind == CAUSAL else (model.heads, LENGTH, LENGTH)
     kept = model.layers if settings.get("inputs", "all") == "all" else 1
@@ -80,27 +62,6 @@ def kinds_of_maps(model: ModelInfo, storage: str, settings: Mapping[str, Any]) -
         SlotKind(KIND_MAP, model.layers, of_maps, shape),
         SlotKind(KIND_INPUT, kept, of_inputs, (LENGTH, model.hidden)),
     )
-
-
-def kinds_of_rows(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
-    """The kinds of a database that serves rows."""
-    of_rows, of_last = ROW_STORAGE[storage]
-    scales = SlotKind(KIND_SCALES, model.layers, "float32", (2, LENGTH, model.heads))
-    return (
-        SlotKind(KIND_TOKENS, 1, "int32", (LENGTH,)),
-        SlotKind(KIND_ROWS, model.layers, of_rows, (2, LENGTH, model.hidden)),
-        *([scales] if storage == "int8" else []),
-        SlotKind(KIND_LAST, 1, of_last, (LENGTH, model.hidden)),
-    )
-
-
-def _possible_kinds(model: ModelInfo, storage: str) -> Iterator[SlotKind]:
-    """All kinds that a database of this model and storage may keep."""
-    if storage in STORAGE:
-        for inputs in INPUTS:
-            yield from kinds_of_maps(model, storage, {"inputs": inputs})
-    if storage in ROW_STORAGE:
-        yield from kinds_of_rows(model, storage)
 
 
 def _store_map(apm: Tensor, kind: SlotKind) -> Tensor:
@@ -128,24 +89,5 @@ def _store_input(hidden: Tensor, kind: SlotKind) -> Tensor:
     return stored
 
 
-def _store_as_it_is(tensor: Tensor, kind: SlotKind) -> Tensor:
-    """Tokens, and codes and scales that `forms.quantize` has made."""
-    stored = tensor.detach().contiguous()
-    if stored.is_floating_point() and not bool(torch.isfinite(stored).all()):
-        raise DatabaseCorruptError(f"the {kind.name} are not finite", "check the model in this precision")
-    return stored
-
-
-def _store_rows(rows: Tensor, kind: SlotKind) -> Tensor:
-    return _store_as_it_is(rows, kind) if kind.dtype == "int8" else _store_input(rows, kind)
-
-
-FORMS: Final = {
-    KIND_MAP: Form(_store_map, served=True),
-    KIND_INPUT: Form(_store_input),
-    KIND_TOKENS: Form(_store_as_it_is),
-    KIND_ROWS: Form(_store_rows, served=True),
-    KIND_SCALES: Form(_store_as_it_is, served=True),
-    KIND_LAST: Form(_store_input),
-}
-"""All kinds, by name."""
+FORMS: Final[dict[str, Callable[[Tensor, SlotKind], Tensor]]] = {KIND_MAP: _store_map, KIND_INPUT: _store_input}
+"""All kinds by name: what gives the tensor to store, or DatabaseCorruptError for one that must not become a record."""

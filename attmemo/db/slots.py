@@ -11,7 +11,7 @@ import xxhash
 
 from attmemo.db.encodings import TYPES
 from attmemo.db.files import ARENA, RESTORE
-from attmemo.db.slot_kinds import KIND_INPUT, KIND_MAP, SlotKind
+from attmemo.db.slot_kinds import SlotKind
 from attmemo.errors import DatabaseCorruptError, DatabaseTruncatedError
 from attmemo.mmap import CACHE_LINE, HUGE_PAGE, SlotLayout, round_up
 from attmemo.system.json_fields import Field
@@ -43,11 +43,6 @@ class SlotClass:
     @property
     def slots(self) -> int:
         return self.places * self.kind.layers
-
-    @property
-    def windows(self) -> bool:
-        """Whether slots are mapped into windows, and not only read where they lie."""
-        return self.kind.name in (KIND_MAP, KIND_INPUT)
 
     @property
     def file_bytes(self) -> int:
@@ -87,9 +82,7 @@ class SlotClass:
 
 
 def _is_tight(kind: SlotKind, length: int) -> bool:
-    """Whether slots need not begin at a page: they are never mapped one by one, or have few bytes each."""
-    if kind.name not in (KIND_MAP, KIND_INPUT):
-        return True
+    """Whether slots need not begin at a page: they have few bytes each, and are never mapped one by one."""
     return TYPES[kind.dtype].itemsize == 1 and kind.nbytes(length) < TIGHT
 
 

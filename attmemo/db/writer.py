@@ -20,13 +20,12 @@ from torch import Tensor
 
 from attmemo.db import files
 from attmemo.db.catalogue import SPLIT_TRAIN, Catalogue, Record, Snapshot, add_to_digest, read_records
-from attmemo.db.encodings import CHOICES, TYPES, unpack
+from attmemo.db.encodings import STORAGE, TYPES, unpack
 from attmemo.db.files import BuilderLock, named, storing
 from attmemo.db.manifest import EmbedderRef, Manifest, ModelInfo, Source, read_manifest, write_manifest
 from attmemo.db.slot_kinds import FORMS, KIND_INPUT, KIND_MAP, SlotKind, kinds_of_maps
 from attmemo.db.slots import SlotClass, arena_header, check_arena, slot_checksum
-from attmemo.errors import ArgumentError, DatabaseCorruptError, DatabaseError, ForkedHandleError, StaleDatabaseError
-from attmemo.fingerprint import check_fields
+from attmemo.errors import ArgumentError, DatabaseCorruptError, DatabaseError, ForkedHandleError
 from attmemo.mmap import page_size
 
 _OPTIONS = {"storage": "--dtype", "inputs": "--inputs", "max_length": "--max-length"}
@@ -44,17 +43,17 @@ class Provenance:
 class DatabaseWriter:
     """The one writer of a database directory, which is created if absent.
 
-    A resumed build must ask for the same model, storage and `settings`, which the manifest keeps. A record keeps
-    `kinds`, by default those of `kinds_of_maps`. `when_full` is the next step in a message of a full disk.
+    A resumed build must ask for the same model, storage and `settings`, which the manifest keeps. `when_full` is the
+    next step in a message of a full disk.
     DatabaseLockedError if another process is building; DatabaseError if the directory cannot be gone on with.
     """
 
     def __init__(
         self, path: Path, model: ModelInfo, storage: str, settings: Mapping[str, Any] | None = None, *,
-        kinds: Sequence[SlotKind] | None = None, when_full: str = files.WHEN_FULL,
+        when_full: str = files.WHEN_FULL,
     ) -> None:  # fmt: skip
-        if storage not in CHOICES:
-            raise ArgumentError(f"storage must be one of {', '.join(CHOICES)}; got {storage!r}.", "storage='float16'")
+        if storage not in STORAGE:
+            raise ArgumentError(f"storage must be one of {', '.join(STORAGE)}; got {storage!r}.", "storage='float16'")
         self.path, self._when_full, self._pid = path, when_full, os.getpid()
         self._files: dict[str, int] = {}
         self._pending: list[Record] = []
@@ -62,8 +61,8 @@ class DatabaseWriter:
         self._published: Snapshot | None = None  # read when a published record is asked for
         self._lost: OSError | None = None  # the error of a write that the system could not make durable
         settings = dict(settings or {})
-        wanted = tuple(kinds or kinds_of_maps(model, storage, settings))
-        asked = Manifest(uuid.uuid4().hex, 0, page_size(), model, storage, wanted, settings=settings)
+        kinds = kinds_of_maps(model, storage, settings)
+        asked = Manifest(uuid.uuid4().hex, 0, page_size(), model, storage, kinds, settings=settings)
         try:
             with storing(path, when_full):
                 # The last published one; of generation 0 if there is none.
@@ -80,7 +79,7 @@ class DatabaseWriter:
     def reopen(cls, path: Path, *, when_full: str = files.WHEN_FULL) -> DatabaseWriter:
         """The writer of a database that exists, with all that it was built with."""
         found = read_manifest(path)
-        return cls(path, found.model, found.storage, found.settings, kinds=found.kinds, when_full=when_full)
+        return cls(path, found.model, found.storage, found.settings, when_full=when_full)
 
     @property
     def records(self) -> int:
@@ -280,21 +279,18 @@ def check_target(path: Path) -> None:
     begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
     there = {entry.name for entry in path.iterdir()} if path.exists() else set()
     if files.MANIFEST not in there and not there <= begun:
-        fills = files.FILLING in there
-        what = "fills itself: no builder adds to it" if fills else "is not empty and is not a database"
+        what = "is not empty and is not a database"
+        if files.FILLING in there:
+            what = "fills itself: no builder adds to it"
+        elif files.PREPARED in there:
+            what = "keeps rows: no builder of maps adds to it"
         raise DatabaseError(f"{path} {what}.", "choose another --output")
 
 
 def _resume(path: Path, asked: Manifest) -> Manifest:
     """The manifest on the disk, if a builder that asks for this one may go on with it."""
     manifest = read_manifest(path)
-    if manifest.model.fingerprint != asked.model.fingerprint:
-        what = f"{path} was built for another model ({manifest.model.name}; asked: {asked.model.name})."
-        try:
-            check_fields(manifest.model.fields, asked.model.fields, path)
-        except StaleDatabaseError as error:
-            what = error.what
-        raise StaleDatabaseError(what, "choose another --output, or the model it was built for")
+    manifest.model.check_same(path, asked.model)
     old, new = _asked_for(manifest), _asked_for(asked)
     for key in [*_OPTIONS, *sorted(old.keys() | new.keys())]:  # the user's options first: others follow from them
         if old.get(key) != new.get(key):
@@ -321,10 +317,10 @@ def _payloads(tensors: Sequence[Tensor], kind: SlotKind, length: int, provenance
     """The bytes of all slots of a kind, checked."""
     if len(tensors) != kind.layers:
         raise ValueError(f"expected {kind.layers} slots of kind {kind.name}, got {len(tensors)}")
-    form, found = FORMS[kind.name], []
+    store, found = FORMS[kind.name], []
     for layer, tensor in enumerate(tensors):
         try:
-            stored = form.store(tensor, kind)
+            stored = store(tensor, kind)
         except DatabaseCorruptError as error:
             where = f"row {provenance.row} of the data, layer {layer}"
             raise DatabaseCorruptError(f"{where}: {error.what}; nothing was stored.", error.hint) from error

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.db import Database
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.embed.lookup import Found
 from attmemo.errors import AttmemoError
 from attmemo.forward.context import Current, Forward, Given, Opened
@@ -74,7 +75,7 @@ class Engine:
         Notices changed weights.
     layers : int
         Number of sites: attention layers for maps, 1 for a stack of blocks.
-    database : Database or None
+    database : Database, SharedPool or None
         Where records come from.
     reuse : Reuse
         The kind of reuse.
@@ -83,8 +84,9 @@ class Engine:
     """
 
     def __init__(
-        self, adapter: Adapter, watch: Watch, layers: int, database: Database | None, reuse: Reuse, planner: Planner
-    ) -> None:
+        self, adapter: Adapter, watch: Watch, layers: int, database: Database | SharedPool | None, reuse: Reuse,
+        planner: Planner,
+    ) -> None:  # fmt: skip
         self.adapter, self.layers, self.database, self.reuse = adapter, layers, database, reuse
         self.planner = planner
         self.watch, self._told = watch, False

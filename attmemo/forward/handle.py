@@ -11,6 +11,7 @@ from torch import nn
 
 from attmemo.arguments import check_namespace
 from attmemo.db import Database
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import ArgumentError, AttmemoError
 from attmemo.forward.engine import Engine
 from attmemo.forward.hooks import FollowerHook, Hook, LayerHook, ModelHook
@@ -24,8 +25,8 @@ class Memoization(ABC):
 
     Attributes
     ----------
-    database : Database or None
-        None if nothing is reused.
+    database : Database, SharedPool or None
+        The prepared one. None: there is none.
     host : nn.Module
         The part of the model that is served.
     caller : object
@@ -45,7 +46,7 @@ class Memoization(ABC):
     ) -> None:
         self.engine = engine
         self.owns_database = owned  # opened for this memoization alone, and closed with it
-        self.database: Database | None = engine.database
+        self.database: Database | SharedPool | None = engine.database
         self.host = engine.adapter.host(model)
         self._sites, self._followers = list(sites), list(followers)
         self._hooks: list[Hook] = []

@@ -52,7 +52,7 @@ def prepare_equal(
         what = f"max_bytes is less than the {store.page_bytes:,} bytes of one page of {reuse} rows."
         raise ArgumentError(what, "a larger max_bytes")
     kind = PrefixRows if blocks.reach is None else LocalRows
-    handle = handle_of(encoder, adapter, packed, kind(blocks, packed, store), Whole(), None, owned=False)
+    handle = handle_of(encoder, adapter, packed, kind(blocks, packed, store), Whole())
     check_stack(handle, adapter, encoder, packed)
     if blocks.reach is None:
         check_prefixes(handle, adapter, encoder, packed, times=2)
@@ -63,7 +63,7 @@ def prepare_equal(
     def make(name: str, nbytes: int) -> StackMemoization:
         del name, nbytes  # one room, in which what was used least recently goes
         rows = kind(blocks, packed, store, store.begin())
-        found = handle_of(encoder, adapter, packed, rows, Whole(), None, owned=False)
+        found = handle_of(encoder, adapter, packed, rows, Whole())
         found.engine.serve_within(handle.engine, found)
         return found
 

@@ -1,4 +1,4 @@
-"""Where records lie that come while a model serves: in memory, in a folder, or in front of a prepared database."""
+"""Where records lie: in a prepared database, and, where they come while a model serves, in memory or in a folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from attmemo.db import Database, ModelInfo
+from attmemo.db import ModelInfo
 from attmemo.db.aside import open_to_fill
-from attmemo.db.encodings import ROW_STORAGE, TYPES
+from attmemo.db.encodings import row_types
 from attmemo.db.files import DAMAGED
 from attmemo.db.folder import NAMESPACES, SEGMENTS
 from attmemo.db.pools.filling import Filling
 from attmemo.db.pools.pool import Pool
+from attmemo.db.pools.prepared import in_order
 from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import DatabaseError, DatabaseLockedError, StorageFullError
 from attmemo.fingerprint import check_fields, tokenizer_digest
@@ -28,7 +29,6 @@ from attmemo.models import Adapter
 from attmemo.packed.runner import Packed
 from attmemo.rows.layout import RowLayout
 from attmemo.rows.live_store import GrowingRows
-from attmemo.rows.store import DatabaseRows
 from attmemo.system.memory import free_memory
 
 _LOG = logging.getLogger("attmemo")
@@ -40,10 +40,8 @@ class Records:
 
     Parameters
     ----------
-    prepared : Database or None
-        Records that were built before.
-    owned : bool
-        Whether the handle closes it.
+    prepared : SharedPool or None
+        Records that were built before; only read.
     folder : path or None
         Of a database that fills itself; None: in memory.
     fills : bool
@@ -54,8 +52,7 @@ class Records:
         Those of the model's fingerprint; needed with a folder.
     """
 
-    prepared: Database | None = None
-    owned: bool = False
+    prepared: SharedPool | None = None
     folder: Path | None = None
     fills: bool = True
     max_bytes: int | None = None
@@ -68,15 +65,23 @@ class Records:
 
 
 def growing_rows(
-    encoder: nn.Module, adapter: Adapter, packed: Packed, records: Records, prepared: DatabaseRows | None,
-    tokenizer: Any, undo: ExitStack,
+    encoder: nn.Module, adapter: Adapter, packed: Packed, records: Records, tokenizer: Any, undo: ExitStack, *,
+    grows: bool,
 ) -> GrowingRows:  # fmt: skip
-    """The store of records that come while the model serves."""
-    own = str(packed.dtype).removeprefix("torch.")
-    storage = (packed.dtype, packed.dtype) if prepared is None else prepared.storage
+    """The store of records. `grows`: whether others may come than the prepared ones."""
+    word = str(packed.dtype).removeprefix("torch.")
+    prepared = [] if records.prepared is None else in_order(records.prepared)
+    if records.prepared is not None:
+        word = records.prepared.filling.storage
+    blocks = packed.blocks
+
+    def layout(word: str) -> RowLayout:
+        return RowLayout(len(blocks.blocks), blocks.heads * blocks.width, blocks.heads, row_types(word))
+
+    if not grows:
+        return GrowingRows(None, layout(word), prepared)
 
     def describe() -> Filling:
-        word = own if records.prepared is None else records.prepared.manifest.storage
         return Filling.of(model_info(encoder, adapter, records.fields, tokenizer), word)
 
     pool: Pool
@@ -89,16 +94,13 @@ def growing_rows(
     undo.callback(pool.close)
     if shared is not None:
         check_fields(shared.filling.model.fields, records.fields, shared.path)
-        kinds = ROW_STORAGE[shared.filling.storage]
-        storage = TYPES[kinds[0]], TYPES[kinds[1]]
-        if prepared is not None and prepared.storage != storage:
+        if records.prepared is not None and word != shared.filling.storage:
             raise DatabaseError(
-                f"{records.folder} keeps rows in {shared.filling.storage}, the prepared database in others.",
+                f"{records.folder} keeps rows in {shared.filling.storage}, the prepared database in {word}.",
                 "fill another folder",
             )
-    blocks = packed.blocks
-    layout = RowLayout(len(blocks.blocks), blocks.heads * blocks.width, blocks.heads, storage)
-    return GrowingRows(pool, layout, prepared, fills=records.fills and (shared is None or shared.fills))
+        word = shared.filling.storage
+    return GrowingRows(pool, layout(word), prepared, fills=records.fills and (shared is None or shared.fills))
 
 
 def _shared_pool(records: Records, folder: Path, describe: Callable[[], Filling]) -> SharedPool | None:

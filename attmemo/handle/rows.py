@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from attmemo.arguments import check_tokenizer
-from attmemo.db import KIND_ROWS
 from attmemo.db.folder import GUARDS
 from attmemo.db.namespaces import folder_of
-from attmemo.errors import AnswerError, ArgumentError, DatabaseError
+from attmemo.errors import AnswerError, ArgumentError
 from attmemo.fingerprint import arithmetic
 from attmemo.guard.answers import AnswerRule, Answers, is_class_of_first_row
 from attmemo.guard.attack_labels import attack_labels
@@ -44,10 +43,8 @@ from attmemo.packed.check import check_stack, check_whole
 from attmemo.packed.head_check import reads_first_row
 from attmemo.packed.runner import Packed
 from attmemo.rows.check import check_rows
-from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.planner import THRESHOLD, RowPlanner
 from attmemo.rows.serve import Rows
-from attmemo.rows.store import DatabaseRows
 from attmemo.rows.token_kinds import find_tokenizer, kinds_of
 
 _LOG = logging.getLogger("attmemo")
@@ -124,12 +121,7 @@ def prepare_rows(
     """
     share = _share(threshold)
     tokenizer = None if guarding is None else guarding.tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
-    blocks, opened = blocks_of(encoder, adapter, "rows"), records.prepared
-    if opened is not None and opened.manifest.layers_kept(KIND_ROWS) != len(blocks.blocks):
-        raise DatabaseError(
-            f"{opened.path} keeps no rows of {len(blocks.blocks)} blocks.",
-            "attmemo build-database --reuse rows --model … --data …",
-        )
+    blocks_of(encoder, adapter, "rows")
     whole = answering_of(outer, encoder)
     if guarding is not None:  # first of all: a head that cannot be read must leave no folder behind
         check_answers(whole, guarding.answers, adapter, encoder, tokenizer)
@@ -150,7 +142,7 @@ def prepare_rows(
         if guarding is not None:
             making.learn_of(insists)
             deferred = Deferred(whole, handle.engine.watch)
-            making.guard(handle, deferred, handle.folder if opened is None else opened.path, undo)
+            making.guard(handle, deferred, handle.folder if records.prepared is None else records.prepared.path, undo)
             handle.spaces = _namespaces(handle, making, records, deferred, namespaces)
             if chooses:
                 _choose_linear(handle, making)
@@ -191,20 +183,16 @@ class _Making:
 
     def handle(self, records: Records, undo: ExitStack, like: Rows | None = None) -> StackMemoization:
         """A handle with a store of its own; `like`: what serves the model already."""
-        opened, guarding, packed = records.prepared, self.guarding, self.packed
-        prepared = None if opened is None else DatabaseRows(opened)
-        store: DatabaseRows | GrowingRows
-        if prepared is not None and (guarding is None or not records.grow):
-            store = prepared
-        else:
-            if guarding is None and records.fills:
-                raise ArgumentError(
-                    "new records are what the guard verifies, and budget=None is without a guard.",
-                    "give a budget; or only read a database, with fill=False",
-                )
-            store = growing_rows(self.encoder, self.adapter, packed, records, prepared, self.tokenizer, undo)
+        prepared, guarding, packed = records.prepared, self.guarding, self.packed
+        if guarding is None and prepared is None and records.fills:
+            raise ArgumentError(
+                "new records are what the guard verifies, and budget=None is without a guard.",
+                "give a budget; or only read a database, with fill=False",
+            )
+        grows = prepared is None or (guarding is not None and records.grow)
+        store = growing_rows(self.encoder, self.adapter, packed, records, self.tokenizer, undo, grows=grows)
         undo.callback(store.close)
-        growing, relative = store if isinstance(store, GrowingRows) else None, packed.blocks.relative
+        growing, relative = store if grows else None, packed.blocks.relative
         if guarding is None:
             planner = RowPlanner(
                 store.index, self.share, self.rule.for_unguarded(), relative=relative, gated=self.gate
@@ -216,7 +204,7 @@ class _Making:
             )  # fmt: skip
         scratch = None if like is None else like.scratch
         reuse = Rows(packed.blocks, packed, store, guarded=guarding is not None, scratch=scratch)
-        found = handle_of(self.encoder, self.adapter, packed, reuse, planner, opened, owned=records.owned)
+        found = handle_of(self.encoder, self.adapter, packed, reuse, planner, prepared)
         found.folder = None if growing is None else growing.folder
         return found
 
@@ -276,8 +264,7 @@ class _Making:
             }  # fmt: skip
             keeper = Keeper(planner.guard, ledger_of(folder, settings))
             undo.callback(keeper.close)
-        store = getattr(handle.engine.reuse, "store", None)
-        growing = store if isinstance(store, GrowingRows) else None
+        growing = handle._store
         sureness = Sureness(self.answers, growing)
         if named:
             sureness.key = _digest(self.answering).digest()[:KEY]
@@ -303,7 +290,7 @@ def _namespaces(
         own = None if outer.folder is None else folder_of(outer.folder, name)
         with ExitStack() as undo:
             found = making.handle(
-                replace(records, owned=False, folder=own, max_bytes=max_bytes), undo, reuse
+                replace(records, folder=own, max_bytes=max_bytes), undo, reuse
             )
             found.engine.serve_within(outer.engine, found)
             making.guard(found, deferred, folder_of(places[-1], name) if places else None, undo)

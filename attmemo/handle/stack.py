@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from attmemo.db import Database
 from attmemo.db.pools.history import Work
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import AdapterCheckError, UnsupportedModelError
 from attmemo.forward.engine import Engine
 from attmemo.forward.handle import Memoization
@@ -71,10 +71,8 @@ class StackMemoization(Memoization):
         A module around the model that reads nothing but its last hidden states. Takes effect with the next `enable`.
     """
 
-    def __init__(
-        self, model: nn.Module, site: Site, engine: Engine, packed: Packed, planner: Planner, *, owned: bool = False
-    ) -> None:
-        super().__init__(model, [site], engine, owned=owned, followers=packed.blocks.followers)
+    def __init__(self, model: nn.Module, site: Site, engine: Engine, packed: Packed, planner: Planner) -> None:
+        super().__init__(model, [site], engine, followers=packed.blocks.followers)
         self.packed, self.planner = packed, planner
         self.guarded: Guarded | None = None
         self.folder: Path | None = None
@@ -307,7 +305,7 @@ class StackMemoization(Memoization):
     @property
     def _store(self) -> GrowingRows | None:
         store = getattr(self.engine.reuse, "store", None)
-        return store if isinstance(store, GrowingRows) else None
+        return store if isinstance(store, GrowingRows) and store.grows else None
 
     def _growth(self) -> dict[str, Any]:
         store = self._store
@@ -341,7 +339,7 @@ def _work_of(engine: Engine) -> Work:
 def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName, outer: Any = None) -> StackMemoization:
     """Check everything and make the handle for packed blocks; the model is not changed yet."""
     packed = packed_of(encoder, adapter, "none", linear)
-    handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
+    handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole())
     handle.parts = check_whole(handle, adapter, encoder, packed.dtype)
     check_stack(handle, adapter, encoder, packed)
     if packed.blocks.has_prefixes and packed.keeps_bits:
@@ -397,14 +395,14 @@ def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str, linear: LinearNa
 
 
 def handle_of(
-    encoder: nn.Module, adapter: Adapter, packed: Packed, reuse: Stack, planner: Planner, database: Database | None,
-    *, owned: bool,
+    encoder: nn.Module, adapter: Adapter, packed: Packed, reuse: Stack, planner: Planner,
+    database: SharedPool | None = None,
 ) -> StackMemoization:  # fmt: skip
     """The handle of a model whose packed blocks this planner serves with this kind of reuse."""
     watch = Watch(adapter.host(encoder), [packed.blocks.modules])
     engine = Engine(adapter, watch, 1, database, reuse, planner)
     site = Site(0, "blocks", packed.blocks.module)
-    return StackMemoization(encoder, site, engine, packed, planner, owned=owned)
+    return StackMemoization(encoder, site, engine, packed, planner)
 
 
 def _dtype(encoder: nn.Module) -> torch.dtype:

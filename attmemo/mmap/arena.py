@@ -221,8 +221,6 @@ class Arena:
         layout: SlotLayout,
         residency: Residency = "page-cache",
         progress: hugepages.Progress | None = None,
-        *,
-        windows: bool = True,
     ) -> None:
         if residency not in ("page-cache", "hugepages"):
             raise ValueError(f"residency must be 'page-cache' or 'hugepages', not {residency!r}")
@@ -232,7 +230,7 @@ class Arena:
         page = pages.page_size()
         for what, value in (("stride", layout.stride), ("header", layout.header)):
             # Slots of bytes are read where they lie; `MapFetcher` copies those that begin inside a page.
-            if value % page != 0 and ((windows and layout.dtype.itemsize > 1) or what == "header"):
+            if value % page != 0 and (layout.dtype.itemsize > 1 or what == "header"):
                 raise PageSizeError(
                     f"{self.path}: the {what} of its slots is {value} bytes, not a multiple of this machine's "
                     f"page of {page} bytes, so the slots cannot be mapped",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,8 +14,11 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped,unused-ignore]
 
 from attmemo.db import Database, Manifest, cache_directory, storing
-from attmemo.db.files import CATALOGUE, FILLING, FULL, MANIFEST, sync
-from attmemo.db.folder import GUARDS
+from attmemo.db.files import CATALOGUE, FILLING, FULL, MANIFEST, PREPARED, sync
+from attmemo.db.folder import GUARDS, SEGMENTS
+from attmemo.db.pools.filling import Filling
+from attmemo.db.pools.maintenance import check
+from attmemo.db.pools.prepared import open_prepared
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, StorageFullError
 from attmemo.system.locking import locked
 
@@ -65,7 +68,7 @@ def ensure_local(place: str | os.PathLike[str], cache: str | os.PathLike[str] | 
         folder.mkdir(parents=True, exist_ok=True)
     for _ in range(TRIES):
         raw = source.manifest()
-        name = _name(Manifest.parse(raw, Path(f"{source.place}/{MANIFEST}")), raw)
+        name = source.name(raw)
         found = folder / name
         if found.is_dir():
             return found
@@ -97,45 +100,54 @@ class _Source:
             self._root = str(self.place.absolute())
 
     def manifest(self) -> bytes:
-        try:
-            return bytes(self._files.cat_file(f"{self._root}/{MANIFEST}"))
-        except FileNotFoundError as error:
-            if self._files.exists(f"{self._root}/{FILLING}"):
-                raise DatabaseError(
-                    f"{self.place} fills itself: every node has its own. Replicas are made of prepared databases.",
-                    "attmemo build-database, or database='auto' with a budget: each node then fills its own",
-                ) from error
-            hint = "name a prepared database: attmemo build-database makes one"
-            raise DatabaseNotFoundError(f"{self.place} has no {MANIFEST}: it is no database.", hint) from error
-        except OSError as error:
-            what = f"{self.place}/{MANIFEST} cannot be read: {error.strerror or error}."
-            raise DatabaseError(what, "check the place, and who may read it") from error
+        """The file that is another one with each publication; `head` is its name."""
+        for self.head in (MANIFEST, PREPARED):
+            try:
+                return bytes(self._files.cat_file(f"{self._root}/{self.head}"))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                what = f"{self.place}/{self.head} cannot be read: {error.strerror or error}."
+                raise DatabaseError(what, "check the place, and who may read it") from error
+        if self._files.exists(f"{self._root}/{FILLING}"):
+            raise DatabaseError(
+                f"{self.place} fills itself: every node has its own. Replicas are made of prepared databases.",
+                "attmemo build-database, or database='auto' with a budget: each node then fills its own",
+            )
+        hint = "name a prepared database: attmemo build-database makes one"
+        raise DatabaseNotFoundError(f"{self.place} has no {MANIFEST}: it is no database.", hint)
+
+    def name(self, raw: bytes) -> str:
+        """Name of a replica. Copies of one database may each be gone on with: it tells such generations apart."""
+        place = Path(f"{self.place}/{self.head}")
+        if self.head == PREPARED:
+            filling = Filling.parse(raw, place, sealed=True)
+            return f"{filling.uuid}-{filling.edition}"
+        manifest = Manifest.parse(raw, place)
+        return f"{manifest.uuid}-{manifest.generation:08d}-{xxhash.xxh3_64_hexdigest(raw)}"
+
+    def names(self, raw: bytes) -> list[str]:
+        """The files to copy, but for the one that says what is published."""
+        found = [f"{CATALOGUE}/data.mdb", *self._listed(GUARDS, ".safetensors")]
+        if self.head == PREPARED:
+            return found + self._listed(SEGMENTS)
+        manifest = Manifest.parse(raw, Path(f"{self.place}/{MANIFEST}"))
+        if manifest.embedder is not None:
+            found += [ref.file for ref in (manifest.embedder.weights, *manifest.embedder.indexes.values())]
+        return found + [known.file for known in manifest.classes]
 
     def size(self, name: str) -> int:
         return int(self._files.size(f"{self._root}/{name}"))
 
-    def guards(self) -> list[str]:
+    def _listed(self, folder: str, suffix: str = "") -> list[str]:
         try:
-            found = self._files.ls(f"{self._root}/{GUARDS}", detail=False)
+            found = self._files.ls(f"{self._root}/{folder}", detail=False)
         except FileNotFoundError:
             return []
-        return sorted(f"{GUARDS}/{Path(name).name}" for name in found if str(name).endswith(".safetensors"))
+        return sorted(f"{folder}/{Path(name).name}" for name in found if str(name).endswith(suffix))
 
     def get(self, name: str, target: Path) -> None:
         self._files.get_file(f"{self._root}/{name}", str(target))
-
-
-def _name(manifest: Manifest, raw: bytes) -> str:
-    """Copies of one database may each be gone on with: the manifest's own digest tells such generations apart."""
-    return f"{manifest.uuid}-{manifest.generation:08d}-{xxhash.xxh3_64_hexdigest(raw)}"
-
-
-def _names(manifest: Manifest) -> list[str]:
-    """The files that a manifest names, but for itself."""
-    found = [f"{CATALOGUE}/data.mdb", *(known.file for known in manifest.classes)]
-    if manifest.embedder is not None:
-        found += [ref.file for ref in (manifest.embedder.weights, *manifest.embedder.indexes.values())]
-    return found
 
 
 def _copy(source: _Source, raw: bytes, target: Path) -> bool:
@@ -144,8 +156,7 @@ def _copy(source: _Source, raw: bytes, target: Path) -> bool:
     shutil.rmtree(part, ignore_errors=True)  # of a process that was killed: this one holds the lock
     try:
         with storing(target.parent, f"free space, or give another cache than {target.parent}"):
-            names = _names(Manifest.parse(raw, Path(f"{source.place}/{MANIFEST}")))
-            names += source.guards()
+            names = source.names(raw)
             try:
                 _check_room(part.parent, sum(map(source.size, names)))
                 for name in names:
@@ -163,9 +174,14 @@ def _copy(source: _Source, raw: bytes, target: Path) -> bool:
                 raise DatabaseError(f"{source.place} cannot be copied: {error}.", "ask again") from error
             if source.manifest() != raw:
                 return False
-            (part / MANIFEST).write_bytes(raw)
-            sync(part / MANIFEST)
-            _check(part, source)
+            (part / source.head).write_bytes(raw)
+            sync(part / source.head)
+            try:
+                _check(part, source)
+            except DatabaseCorruptError:
+                if source.manifest() != raw:
+                    return False
+                raise
             for folder in {part, *((part / name).parent for name in names)}:
                 sync(folder)
             part.rename(target)
@@ -177,8 +193,12 @@ def _copy(source: _Source, raw: bytes, target: Path) -> bool:
 
 def _check(part: Path, source: _Source) -> None:
     try:
-        with Database(part) as copy:
-            findings = copy.check()
+        if source.head == PREPARED:
+            with closing(open_prepared(part)) as pool:
+                findings = check(pool)
+        else:
+            with Database(part) as copy:
+                findings = copy.check()
     except DatabaseError as error:
         raise DatabaseCorruptError(f"a copy of {source.place} is not whole: {error.what}", _mend(source)) from error
     if findings:

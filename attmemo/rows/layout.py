@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attmemo.db import ModelInfo
+from attmemo.db.encodings import row_types
 from attmemo.db.records import Kept
 from attmemo.kernels.row_attention import Stored
 from attmemo.rows.store import Record
@@ -40,6 +43,11 @@ class RowLayout:
     hidden: int
     heads: int
     storage: tuple[torch.dtype, torch.dtype]
+
+    @classmethod
+    def of(cls, model: ModelInfo, storage: str) -> RowLayout:
+        """Of the records of a database that says this about its model, in a storage of `ROW_STORAGE`."""
+        return cls(model.layers, model.hidden, model.heads, row_types(storage))
 
     @property
     def coded(self) -> bool:
@@ -84,6 +92,17 @@ class RowLayout:
             octets = part.contiguous().view(-1).view(torch.uint8).numpy()
             body[start : start + len(octets)] = octets
         return body
+
+    def record_of(self, kept: Kept) -> Record:
+        """A copy of a record of a pool."""
+        n, body = len(kept.tokens), torch.from_numpy(kept.body.copy())
+
+        def part(start: int, dtype: torch.dtype, *shape: int) -> Tensor:
+            return body[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+        rows = part(0, self.storage[0], self.layers, 2, n, self.hidden)
+        scales = part(self.scales_at(n), torch.float32, self.layers, 2, n, self.heads) if self.coded else None
+        return Record(kept.tokens, rows, scales, part(self.last_at(n), self.storage[1], n, self.hidden))
 
 
 def _up(number: Number) -> Number:

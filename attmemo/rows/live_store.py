@@ -1,4 +1,4 @@
-"""Records that come while the model serves, in front of those of a prepared database if there is one.
+"""Records of pools: those of a prepared one, if any, and those that come while the model serves.
 
     a request ──► offers (references to what was computed) ──► the filler's thread: kept, if they are not yet
     the pool's news (own, and those of other processes) ──► the index, where the next request finds them
@@ -27,16 +27,14 @@ import torch
 
 from attmemo.db.pools.history import Work
 from attmemo.db.pools.pool import Pool
-from attmemo.db.pools.segment import Segment
 from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.db.records import Entry, Kept, News
 from attmemo.errors import DatabaseError
-from attmemo.kernels.row_attention import Stored
 from attmemo.rows.candidate import Offer
 from attmemo.rows.filler import Filler
 from attmemo.rows.index import TokenIndex, hash_of
 from attmemo.rows.layout import Placed, RowLayout
-from attmemo.rows.store import DatabaseRows, Fetched, Ints, RowStore
+from attmemo.rows.store import Fetched, Ints, RowStore
 from attmemo.rows.throttle import Account
 
 _LOG = logging.getLogger("attmemo")
@@ -58,11 +56,11 @@ class GrowingRows(RowStore):
 
     Parameters
     ----------
-    pool : Pool
-        Where records are kept.
+    pool : Pool or None
+        Where records are kept. None: no others come than those that are prepared.
     layout : RowLayout
-    base : DatabaseRows, optional
-        Records that are there already. Their numbers come first.
+    prepared : sequence of Kept
+        Records of another pool, which stay. Their numbers in the index come first.
     fills : bool
         Whether what is offered is kept.
 
@@ -70,18 +68,24 @@ class GrowingRows(RowStore):
     ----------
     index : TokenIndex
         Finds records by tokens.
+    grows : bool
+        Whether others than the prepared records may come.
     bound : callable or None
         Says how many bytes the pool may take now, where stores share a bound. Asked in the filler's thread.
     """
 
     def __init__(
-        self, pool: Pool, layout: RowLayout, base: DatabaseRows | None = None, *, fills: bool = True
+        self, pool: Pool | None, layout: RowLayout, prepared: Sequence[Kept] = (), *, fills: bool = True
     ) -> None:
-        self.pool, self.layout, self.fills = pool, layout, fills
-        self.index = TokenIndex() if base is None else base.index
+        self.grows = pool is not None
+        self.pool = Pool(0) if pool is None else pool
+        self.layout, self.fills = layout, fills and self.grows
+        self.index = TokenIndex()
         self.kept: Counter[str] = Counter()  # what became of offers
         self.bound: Callable[[], int] | None = None
-        self._base = base
+        self._sure_of: Callable[[bytes], float] = lambda note: math.nan
+        self._prepared = dict(enumerate(prepared))  # by number in the index
+        self._index(prepared)
         self._first = self.index.next
         self._numbers: dict[int, int] = {}  # of the pool, by number in the index
         self._records: dict[int, int] = {}  # the other way
@@ -91,13 +95,12 @@ class GrowingRows(RowStore):
         self._since = 0.0  # when the first of them was written
         self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
-        self._sure_of: Callable[[bytes], float] = lambda note: math.nan
         self._anew = False
         self._work: Callable[[], Work] | None = None
         self._worked: Work | None = None  # what was noted; None: the parent of a forked child notes what it did
         self._noted = time.monotonic()
-        self._learn(pool.news())
-        self._filler: Filler[Offer] = Filler(self._fill, pool.close)
+        self._learn(self.pool.news())
+        self._filler: Filler[Offer] = Filler(self._fill, self.pool.close)
         own = weakref.ref(self)  # neither a fork nor the exit keeps a store alive
         os.register_at_fork(after_in_child=partial(_in_child, own))
         self._leave = partial(_flush, own)
@@ -115,7 +118,7 @@ class GrowingRows(RowStore):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the records take."""
+        """Bytes that the records take, without the prepared ones."""
         return self.pool.nbytes
 
     def __len__(self) -> int:
@@ -354,29 +357,24 @@ class GrowingRows(RowStore):
 
     def fetch(self, records: Ints) -> Fetched:
         """Rows of these records. DatabaseError: a record was dropped since it was found, or is damaged."""
-        own = records >= self._first
-        held = self._held(records.tolist())
-        if self._base is None or (own | (records < 0)).all():
-            return Placed(self.layout, held)
-        prepared = self._base.fetch(np.where(own, -1, records))
-        return prepared if not own.any() else _Both(prepared, Placed(self.layout, held), own)
+        return Placed(self.layout, self._held(records.tolist()))
 
     def _held(self, records: Sequence[int]) -> list[Kept | None]:
-        """Return where these records lie, and count their use; None: not one of this store."""
-        first, ahead, numbers, kept, sound = self._first, self._ahead, self._numbers, self.pool.records, self._sound
+        """Return where these records lie, and count their use; None: no record."""
+        prepared, ahead, numbers, kept = self._prepared, self._ahead, self._numbers, self.pool.records
         found: list[Kept | None] = []
-        segments = dict[int, Segment]()
+        segments, sound = set[int](), self._sound
         for record in records:  # no call for a record: a batch has many
-            if record < first:
+            if record < 0:
                 found.append(None)
                 continue
-            one = ahead.get(record) or kept.get(numbers.get(record, -1))
+            one = prepared.get(record) or ahead.get(record) or kept.get(numbers.get(record, -1))
             if one is None:
                 raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
             segment = one.segment
-            if segment.number not in segments:
+            if segment.address not in segments:
                 segment.check_whole()  # before anything of it is read: a page that is cut off ends the process
-                segments[segment.number] = segment
+                segments.add(segment.address)
             if sound.get(record) != segment.number:
                 self._check(record, one)
             if segment.marks is not None:
@@ -399,7 +397,7 @@ class GrowingRows(RowStore):
         self._filler.close()
         self.note()
         self.pool.close()
-        self._sound = {}
+        self._prepared, self._sound = {}, {}
         self._work = None  # it leads to the packed weights, and these lead here
 
     def leave_to_parent(self) -> None:
@@ -427,26 +425,3 @@ def _in_child(store: weakref.ref[GrowingRows]) -> None:
     found = store()
     if found is not None:
         found.leave_to_parent()
-
-
-class _Both:
-    """Rows of a batch of which some records are prepared and some are not."""
-
-    def __init__(self, prepared: Fetched, placed: Fetched, own: npt.NDArray[np.bool_]) -> None:
-        self._prepared, self._placed, self._own = prepared, placed, own
-
-    def layer(self, number: int) -> Stored:
-        a, b, own = self._prepared.layer(number), self._placed.layer(number), self._own
-        scales: list[npt.NDArray[np.uint64] | None] = [None, None]
-        if a.key_scales is not None and b.key_scales is not None:
-            assert a.value_scales is not None
-            assert b.value_scales is not None
-            scales = [np.where(own, b.key_scales, a.key_scales), np.where(own, b.value_scales, a.value_scales)]
-        return Stored(
-            np.where(own, b.keys, a.keys), np.where(own, b.values, a.values), np.where(own, b.rows, a.rows), a.dtype,
-            a.row_bytes, scales[0], scales[1], a.scale_row_bytes,
-        )  # fmt: skip
-
-    def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
-        prepared, dtype = self._prepared.last()
-        return np.where(self._own, self._placed.last()[0], prepared), dtype

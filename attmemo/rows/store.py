@@ -1,4 +1,4 @@
-"""Where rows of records come from: a database's arenas, or memory.
+"""Where rows of records come from.
 
 A record keeps the tokens of a sequence, K and V of every layer, and the last hidden states. K and V are read where
 they lie: a store only says where.
@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.db import KIND_LAST, KIND_ROWS, KIND_SCALES, KIND_TOKENS, Database
-from attmemo.db.encodings import TYPES, quantize
+from attmemo.db.encodings import quantize
 from attmemo.kernels.row_attention import Stored
-from attmemo.rows.index import TokenIndex
 
 Ints = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.uint64]
@@ -29,7 +26,7 @@ Addresses = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Record:
-    """One record in memory, as a database stores it."""
+    """One record in memory."""
 
     tokens: npt.NDArray[np.int32]  # [n]
     rows: Tensor  # [layers, 2, n, H]
@@ -53,14 +50,6 @@ class Record:
         """Bytes of its rows and last hidden states."""
         scales = 0 if self.scales is None else self.scales.nbytes
         return self.rows.nbytes + self.last.nbytes + scales + self.tokens.nbytes
-
-    @property
-    def slots(self) -> dict[str, Sequence[Tensor]]:
-        """Tensors of each kind of slot, by layer."""
-        found: dict[str, Sequence[Tensor]] = {
-            KIND_TOKENS: [torch.from_numpy(self.tokens)], KIND_ROWS: list(self.rows), KIND_LAST: [self.last],
-        }  # fmt: skip
-        return found if self.scales is None else found | {KIND_SCALES: list(self.scales)}
 
 
 def records_of(
@@ -95,104 +84,6 @@ class RowStore(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
-
-
-class DatabaseRows(RowStore):
-    """Records of a database, read where they lie in its arenas.
-
-    Parameters
-    ----------
-    database : Database
-        One that keeps rows.
-
-    Attributes
-    ----------
-    index : TokenIndex
-        Finds records by tokens.
-    """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._kinds = {kind.name: kind for kind in database.manifest.kinds}
-        self._slots: dict[str, _Slots] = {
-            kind: _Slots(database, kind) for kind in (KIND_ROWS, KIND_LAST, KIND_SCALES) if kind in self._kinds
-        }
-        self.index = TokenIndex()
-        for record in range(len(database)):
-            self.index.add(database.view(KIND_TOKENS, 0, record).numpy())
-
-    @property
-    def storage(self) -> tuple[torch.dtype, torch.dtype]:
-        """Types of K and V, and of the last hidden states."""
-        return TYPES[self._kinds[KIND_ROWS].dtype], TYPES[self._kinds[KIND_LAST].dtype]
-
-    def fetch(self, records: Ints) -> _Mapped:
-        return _Mapped(self._database, self._slots, self._kinds, records)
-
-    def close(self) -> None:
-        """Nothing is held: the database is its owner's."""
-
-
-class _Slots:
-    """Where the slots of one kind lie: found out for all records of a length when one of them is first asked for."""
-
-    def __init__(self, database: Database, kind: str) -> None:
-        self._database, self._kind = database, kind
-        self._known: WeakValueDictionary[int, Any] = WeakValueDictionary()  # mappings by length
-        self._begins = np.zeros(len(database), np.uint64)  # addresses of layer 0
-        self._steps = np.zeros(len(database), np.uint64)  # bytes to the next layer's
-
-    def of(self, records: Ints, lengths: Sequence[int]) -> tuple[Addresses, Addresses, list[Any]]:
-        """Addresses and steps of records that have these lengths, ``[B]``, and the mappings to be held meanwhile."""
-        held = []
-        for length in lengths:
-            mapping = self._database.arena(self._kind, length).mapping
-            mapping.check_whole()
-            if self._known.get(length) is not mapping:
-                self._learn(length, mapping)
-            held.append(mapping)
-        there = records >= 0
-        return self._begins[records] * there, self._steps[records] * there, held
-
-    def _learn(self, length: int, mapping: Any) -> None:
-        there = np.flatnonzero(self._database.records.lengths == length)
-        slots = mapping.indices(self._database.slots_of(self._kind, 0, there))
-        self._begins[there] = (mapping.address + mapping.offsets(slots)).astype(np.uint64)
-        self._steps[there] = mapping.layout.stride
-        self._known[length] = mapping
-
-
-class _Mapped:
-    """Rows in arenas."""
-
-    def __init__(self, database: Database, slots: dict[str, _Slots], kinds: dict[str, Any], records: Ints) -> None:
-        self._kinds, self._kind = kinds, kinds[KIND_ROWS]
-        self._lengths = np.where(records < 0, 0, database.records.lengths[records])
-        lengths = np.unique(self._lengths[records >= 0]).tolist()
-        self._found = {kind: own.of(records, lengths) for kind, own in slots.items()}
-        self._dtype = TYPES[self._kind.dtype]
-        self._coded = KIND_SCALES in kinds
-        self._heads = int(kinds[KIND_SCALES].shape[-1]) if self._coded else 0
-        self._size = int(self._kind.shape[-1]) * self._dtype.itemsize
-        self._to_values = (self._lengths * self._size).astype(np.uint64)
-        self._to_value_scales = (self._lengths * 4 * self._heads).astype(np.uint64)
-
-    def _planes(self, kind: str, number: int, to_values: Addresses) -> tuple[Addresses, Addresses]:
-        """Where K and V of a layer begin."""
-        begins, steps, _ = self._found[kind]
-        keys: Addresses = begins + np.uint64(number) * steps
-        values: Addresses = keys + to_values
-        return keys, values
-
-    def layer(self, number: int) -> Stored:
-        keys, values = self._planes(KIND_ROWS, number, self._to_values)
-        scales: tuple[Any, Any] = None, None
-        if self._coded:
-            scales = self._planes(KIND_SCALES, number, self._to_value_scales)
-        return Stored(keys, values, self._lengths, self._dtype, self._size, *scales, 4 * self._heads)
-
-    def last(self) -> tuple[Addresses, torch.dtype]:
-        return self._found[KIND_LAST][0], TYPES[self._kinds[KIND_LAST].dtype]
 
 
 class HeldRows(RowStore):

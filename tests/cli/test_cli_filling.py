@@ -304,11 +304,11 @@ def test_a_command_for_prepared_databases_says_what_the_folder_is(
 
 
 def test_the_library_says_so_too(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatabaseNotFoundError, match="fills itself with rows"):
+    with pytest.raises(DatabaseNotFoundError, match="keeps rows; a database of maps is asked for"):
         Database(folder)
-    fill(tmp_path / "prepared")
+    fill(tmp_path / "maps")
     for command in (("compact",), ("forget", "--before", "2001-01-01")):
-        assert "it is a prepared one" in refuse(command[0], tmp_path / "prepared", *command[1:])
+        assert "is no database of rows: it has maps" in refuse(command[0], tmp_path / "maps", *command[1:])
 
 
 def test_what_was_set_aside_goes_with_what_is_forgotten_and_else_is_named(folder: Path) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import attmemo, refuse, succeed
+from pools import damage
 
 from attmemo import memoize, unmemoize
-from attmemo.db import Database, read_manifest
+from attmemo.db.pools.filling import Filling
+from attmemo.db.pools.prepared import open_prepared
 from attmemo.profiler.models import collate, load_model, tokenize
 
 
@@ -125,16 +127,14 @@ class TestRows:
         assert json.loads((tmp_path / "report" / "result.json").read_text()) == result
         assert str(tmp_path / "report" / "report.html") in out
 
-    def test_inspect_tells_what_a_record_takes(self, stored: Path) -> None:
+    def test_inspect_tells_what_records_take(self, stored: Path) -> None:
         found = json.loads(succeed("inspect", stored, "--json", "-"))
-        assert (found["reuse"], found["storage"]) == ("rows", "int8")
-        kinds = {kind["kind"]: kind for kind in found["kinds"]}
-        assert list(kinds) == ["tokens", "rows", "scales", "last"]
-        assert [kind["slots"] for kind in kinds.values()] == [1, 2, 2, 1]
-        assert sum(kind["bytes"] for kind in kinds.values()) == found["bytes"]
-        assert kinds["rows"]["bytes_per_record"] > kinds["last"]["bytes_per_record"]
+        assert (found["reuse"], found["storage"], found["prepared"]) == ("rows", "int8", True)
+        assert sum(found["lengths"].values()) == found["records"] > 0
+        assert found["record_bytes"] < found["bytes"] < found["record_bytes"] + found["segments"] * (32 << 20) // 256
         out = succeed("inspect", stored)
-        assert "by tokens, without training" in out
+        assert "rows, stored as int8; prepared" in out
+        assert "Records by tokens" in out
         assert "train-embedder" not in out
 
     def test_inspect_tells_where_a_guard_stands(self, stored: Path, logs: dict[str, Path], tiny_bert: str) -> None:
@@ -156,16 +156,12 @@ class TestRows:
         assert [kind["kind"] for kind in found["kinds"]] == ["map", "input"]
         assert sum(kind["bytes"] for kind in found["kinds"]) == found["bytes"]
 
-    def test_check_reads_every_slot(self, stored: Path, tmp_path: Path) -> None:
+    def test_check_reads_every_record(self, stored: Path, tmp_path: Path) -> None:
         found = json.loads(succeed("check", stored, "--json", "-"))
         assert found["ok"]
-        assert found["slots"] == 6 * len(Database(stored))
-        damaged = Path(shutil.copytree(stored, tmp_path / "db"))
-        file = next((damaged / "arena").glob("rows-*"))
-        body = bytearray(file.read_bytes())
-        body[read_manifest(damaged).page_size + 3] ^= 1
-        file.write_bytes(body)
-        assert file.name in attmemo("check", damaged).output
+        assert found["records"] == Filling.read(stored).records
+        damage(open_prepared(shutil.copytree(stored, tmp_path / "db")).records[3])
+        assert "segments/0000000000, record 3: the bytes do not match" in attmemo("check", tmp_path / "db").output
 
     @pytest.mark.parametrize(("command", "said"), [
         ("train-embedder {db}", "there is no embedder to train"),

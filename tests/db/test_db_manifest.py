@@ -252,6 +252,13 @@ def test_another_version_is_refused(whole: Path, body: Body) -> None:
         refuse(whole, body, rf"(?s)format version {version!r}.*reads version 2.*build it again", FormatVersionError)
 
 
+def test_rows_in_the_form_of_maps_are_refused_with_the_command_that_builds_them_anew(whole: Path, body: Body) -> None:
+    """Such databases were built before rows had the form of pools."""
+    body["storage"] = "int8"
+    body["kinds"] = [{"name": "tokens"}, {"name": "rows"}, {"name": "scales"}, {"name": "last"}]
+    refuse(whole, body, r"(?s)rows in a form.*build-database --reuse rows", FormatVersionError)
+
+
 def test_another_page_size_is_refused(whole: Path, body: Body) -> None:
     """Slots in pages of 512 bytes cannot be mapped here: refused by name."""
     body["page_size"] = 512

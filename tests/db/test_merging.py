@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from command_line import attmemo, refuse, succeed
-from pools import entry, opened
+from pools import damage, entry, opened
+from stored_rows import StoredRows
 from tiny_models import make_database
 
-from attmemo.db import KIND_INPUT, KIND_MAP, KIND_TOKENS, Database, DatabaseWriter
+from attmemo.db import KIND_INPUT, KIND_MAP, Database
 from attmemo.db.files import BuilderLock
-from attmemo.db.pools import merging
+from attmemo.db.pools import merging, pool
+from attmemo.db.pools.filling import Filling
+from attmemo.db.pools.segment import Segment
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError
 from attmemo.profiler.build import BuildOptions, BuildResult, build_database
 from attmemo.profiler.models import LoadedModel, load_model
+from attmemo.rows.store import Record
 
 OPTIONS: dict[str, Any] = {"storage": "int8", "reuse": "rows", "batch_size": 8}
 SHARDS = 3
@@ -52,20 +54,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory, loaded: LoadedModel, log: P
     return [folder / str(number) for number in range(1, SHARDS + 1)]
 
 
-def records(path: Path) -> dict[bytes, list[torch.Tensor]]:
-    """All slots of each record of rows, by its tokens."""
-    with Database(path) as database:
-        assert not database.check()
-        found = {}
-        for record in range(len(database)):
-            slots = [
-                database.slot(kind.name, layer, record)
-                for kind in database.manifest.kinds
-                for layer in range(kind.layers)
-            ]
-            found[database.slot(KIND_TOKENS, 0, record).numpy().tobytes()] = slots
-        assert len(found) == len(database), "nothing twice"
-    return found
+def records(path: Path) -> dict[bytes, Record]:
+    """All records of rows, by their tokens."""
+    return StoredRows(path).records()
 
 
 def rows_of(path: Path) -> list[int]:
@@ -78,37 +69,36 @@ def merged(*words: str | Path) -> dict[str, Any]:
     return result
 
 
-def test_shards_hold_each_text_once(shards: list[Path], whole: Path, log: Path) -> None:
-    places = [place for path in shards for place in rows_of(path)]
-    assert len(set(places)) == len(places)
-    assert set(rows_of(whole)) <= set(places)
-    texts = [place for place, line in enumerate(log.read_text().splitlines()) if line]
-    with Database(shards[1]) as second:
-        assert set(second.records.rows.tolist()) <= set(texts[1::SHARDS])
+def test_shards_hold_each_text_once(
+    shards: list[Path], whole: Path, log: Path, tmp_path: Path, loaded: LoadedModel
+) -> None:
+    texts = [line for line in log.read_text().splitlines() if line]
+    for number, path in enumerate(shards):
+        (own := tmp_path / f"{number}.log").write_text("\n".join(texts[number::SHARDS]))
+        build(loaded, own, tmp_path / str(number))
+        assert records(path).keys() == records(tmp_path / str(number)).keys()
+    assert records(whole).keys() == {tokens for path in shards for tokens in records(path)}
 
 
 def test_merged_shards_are_the_database_of_one_build(shards: list[Path], whole: Path, tmp_path: Path) -> None:
     done = merged(tmp_path / "db", *shards)
-    assert done["added"] == done["records"] == len(Database(whole))
-    assert done["added"] + done["doubled"] == sum(len(Database(path)) for path in shards)
     found, expected = records(tmp_path / "db"), records(whole)
+    assert done["added"] == done["records"] == len(expected)
+    assert done["added"] + done["doubled"] == sum(len(records(path)) for path in shards)
     assert found.keys() == expected.keys()
-    for tokens, slots in expected.items():  # a shard has other batches: sums in another order
-        for one, other in zip(found[tokens], slots, strict=True):
-            assert (one.float() - other.float()).abs().max() <= 1 + 1e-4 * other.float().abs().max()
-    with Database(tmp_path / "db") as one, Database(whole) as other:
-        assert [source.digest for source in one.manifest.sources] == [s.digest for s in other.manifest.sources]
-        assert one.manifest.model == other.manifest.model
+    for tokens, other in expected.items():  # a shard has other batches: sums in another order
+        for name in ("rows", "last"):
+            a, b = getattr(found[tokens], name).float(), getattr(other, name).float()
+            assert (a - b).abs().max() <= 1 + 1e-4 * b.abs().max()
+    assert Filling.read(tmp_path / "db").model == Filling.read(whole).model
 
 
 def test_copied_records_are_byte_for_byte_those_of_the_shard(shards: list[Path], tmp_path: Path) -> None:
     merged(tmp_path / "db", shards[0])
-    found, expected = records(tmp_path / "db"), records(shards[0])
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(a, b) for key in expected for a, b in zip(found[key], expected[key], strict=True))
-    with Database(tmp_path / "db") as one, Database(shards[0]) as other:
-        for name in ("rows", "splits", "lengths", "sources"):
-            np.testing.assert_array_equal(getattr(one.records, name), getattr(other.records, name))
+    for found, expected in zip(StoredRows(tmp_path / "db").kept, StoredRows(shards[0]).kept, strict=True):
+        assert found.tokens.tobytes() == expected.tokens.tobytes()
+        assert found.body.tobytes() == expected.body.tobytes()
+        assert found.made == expected.made
 
 
 def test_merging_again_adds_nothing(shards: list[Path], tmp_path: Path) -> None:
@@ -127,30 +117,30 @@ def test_a_build_over_the_same_data_finds_all_of_it_in_merged_shards(
 def test_merging_goes_on_where_it_was_interrupted(
     shards: list[Path], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "PUBLISH_RECORDS", 8)
-    copy: Callable[..., int] = DatabaseWriter.copy
+    write, count = Segment.write, 0
 
-    def stop(self: DatabaseWriter, *given: Any) -> int:
-        if self.records == 30:
+    def stop(self: Segment, *given: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 60:
             raise KeyboardInterrupt
-        return copy(self, *given)
+        write(self, *given)
 
     with monkeypatch.context() as once:
-        once.setattr(DatabaseWriter, "copy", stop)
+        once.setattr(pool, "LARGEST", 64 << 10)
+        once.setattr(Segment, "write", stop)
         assert attmemo("merge", tmp_path / "db", *shards).exit_code == 130
-    assert len(records(tmp_path / "db")) == 30
+    copied = len(records(tmp_path / "db"))
+    assert 30 < copied < 60
     done = merged(tmp_path / "db", *shards)
-    assert done["added"] == len(Database(whole)) - 30
+    assert done["added"] == len(records(whole)) - copied
     assert records(tmp_path / "db").keys() == records(whole).keys()
 
 
 def test_a_damaged_record_is_named_and_not_copied(shards: list[Path], tmp_path: Path) -> None:
     merged(tmp_path / "damaged", shards[0])
-    arena = max((tmp_path / "damaged" / "arena").glob("last-*"))
-    body = bytearray(arena.read_bytes())
-    body[-1] ^= 1
-    arena.write_bytes(body)
-    with pytest.raises(DatabaseCorruptError, match=r"damaged, record \d+, last of layer 0"):
+    damage(StoredRows(tmp_path / "damaged").kept[-1])
+    with pytest.raises(DatabaseCorruptError, match=r"damaged, record \d+: not as it was written"):
         merging.merge_prepared(tmp_path / "db", [tmp_path / "damaged"])
     assert records(tmp_path / "db").keys() < records(shards[0]).keys()
 
@@ -193,8 +183,8 @@ def test_databases_that_do_not_belong_together_are_refused(
     with opened(tmp_path / "fills") as pool:
         pool.add([entry(0)])
     for name, why in (
-        ("float32", "storage float32"), ("short", "--max-length 16"), ("deberta", "has model"), ("maps", "storage"),
-        ("fills", "fill themselves"), ("nothing", "does not exist"),
+        ("float32", "--dtype int8; asked: float32"), ("short", "asked: 16"), ("deberta", "another model"),
+        ("maps", "one sort"), ("fills", "fill themselves"), ("nothing", "is no prepared database of rows"),
     ):  # fmt: skip
         assert why in refuse("merge", tmp_path / "db", shards[0], tmp_path / name)
         assert why in refuse("merge", shards[0], tmp_path / name)
@@ -207,8 +197,8 @@ def test_databases_that_do_not_belong_together_are_refused(
 def test_the_command_builds_a_shard(tiny_bert: str, log: Path, tmp_path: Path, shards: list[Path]) -> None:
     words = ("build-database", "--reuse", "rows", "--model", tiny_bert, "--data", log, "--quiet", "--json", "-")
     done = json.loads(succeed(*words, "--shard", "2/3", "--output", tmp_path / "db"))
-    assert done["records"] == len(Database(shards[1]))
-    assert rows_of(tmp_path / "db") == rows_of(shards[1])
+    assert done["records"] == len(records(shards[1]))
+    assert records(tmp_path / "db").keys() == records(shards[1]).keys()
     nothing = refuse(*words, "--shard", "200/300", "--output", tmp_path / "x")
     assert "shard 200/300 of the data holds no text" in nothing
 

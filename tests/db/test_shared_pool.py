@@ -274,14 +274,14 @@ def test_a_segment_that_goes_while_a_reader_learns_costs_nothing(
         pool.add(entries([1, 2]))
         beside: list[int] = []
 
-        def slow(path: Path, number: int, nbytes: int) -> Segment:
+        def slow(path: Path, number: int, nbytes: int, *, marked: bool) -> Segment:
             if not beside:
                 beside.append(number)
                 code = "import sys; from pathlib import Path; from pools import entries, open_pool\n"
                 code += f"pool = open_pool(Path({str(folder)!r}), {SMALL})\n"
                 code += "for n in range(10):\n    pool.add(entries([10 + n, 50 + n]))\n"
                 subprocess.run([sys.executable, "-c", code], cwd=TOOLS, check=True)
-            return opening(path, number, nbytes)
+            return opening(path, number, nbytes, marked=marked)
 
         monkeypatch.setattr(Segment, "open", slow)
         assert outcome(reader.news) == "fine"
@@ -298,10 +298,10 @@ def test_after_an_error_a_pool_learns_what_it_missed_and_deletes_nothing(
     """A file that cannot be opened for a moment (no descriptors are left) costs no record, neither here nor there."""
     opening, broken = Segment.open, True
 
-    def fails(path: Path, number: int, nbytes: int) -> Segment:
+    def fails(path: Path, number: int, nbytes: int, *, marked: bool) -> Segment:
         if broken:
             raise DatabaseCorruptError(f"{path} cannot be read: Too many open files.", "later")
-        return opening(path, number, nbytes)
+        return opening(path, number, nbytes, marked=marked)
 
     with opened(folder) as one, opened(folder) as two:
         one.add(entries(range(20)))

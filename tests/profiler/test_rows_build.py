@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from databases import findings
+from stored_rows import StoredRows
 from transformers import GPT2Config, GPT2Model
 
 from attmemo import memoize
-from attmemo.db import KIND_LAST, KIND_ROWS, KIND_TOKENS, SPLIT_HELD_OUT, Database, default_path, find_database
+from attmemo.db import default_path, find_database
+from attmemo.db.pools.filling import Filling, is_sealed
 from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullError, UnsupportedModelError
-from attmemo.profiler import build as build_module
+from attmemo.profiler import row_recorder
 from attmemo.profiler.build import BuildOptions, BuildResult, Progress, build_database, build_from_inputs
 from attmemo.profiler.models import LoadedModel, collate, load_model, tokenize
-from attmemo.profiler.row_trial import read_record
+from attmemo.rows.store import Record
 
 LINES = 60
 OPTIONS = BuildOptions(max_length=48, storage="float32", batch_size=8, held_out=0.3, reuse="rows")
@@ -45,9 +46,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory, loaded: LoadedModel, log:
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publish after every batch."""
-    monkeypatch.setattr(build_module, "PUBLISH_SECONDS", -1.0)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish some records at a time."""
+    monkeypatch.setattr(row_recorder, "usual_for", lambda nbytes: 64 << 10)
 
 
 def _build(
@@ -56,23 +57,18 @@ def _build(
     return build_database(loaded, files, path, replace(OPTIONS, **changes), progress)
 
 
-def _tokens(database: Database) -> dict[int, bytes]:
-    """Tokens of each record, by row of the data."""
-    rows = database.records.rows.tolist()
-    assert len(set(rows)) == len(rows), "a row is stored twice"
-    return {row: database.slot(KIND_TOKENS, 0, record).numpy().tobytes() for record, row in enumerate(rows)}
+def _records(path: Path) -> dict[bytes, Record]:
+    """Records by their tokens, in their order."""
+    return StoredRows(path).records()
 
 
 def _same(one: Path, two: Path) -> bool:
-    """The same rows of data with the same numbers, but for the rounding of another batch."""
-    with Database(one) as a, Database(two) as b:
-        assert _tokens(a) == _tokens(b)
-        places = {row: record for record, row in enumerate(b.records.rows.tolist())}
-        for record, row in enumerate(a.records.rows.tolist()):
-            found, other = read_record(a, record), read_record(b, places[row])
-            torch.testing.assert_close(found.rows, other.rows, atol=2e-5, rtol=2e-4)
-            torch.testing.assert_close(found.last, other.last, atol=2e-5, rtol=2e-4)
-    return findings(one) == findings(two) == []
+    """The same texts with the same numbers, but for the rounding of another batch."""
+    a, b = _records(one), _records(two)
+    for tokens, found in a.items():
+        torch.testing.assert_close(found.rows, b[tokens].rows, atol=2e-5, rtol=2e-4)
+        torch.testing.assert_close(found.last, b[tokens].last, atol=2e-5, rtol=2e-4)
+    return a.keys() == b.keys()
 
 
 # -- what is stored
@@ -87,15 +83,16 @@ def test_a_record_holds_what_the_model_computes(straight: Path, loaded: LoadedMo
         own = layer.attention.self
         own.key.register_forward_hook(lambda *a, n=number: seen.update({2 * n: a[2][0]}))
         own.value.register_forward_hook(lambda *a, n=number: seen.update({2 * n + 1: a[2][0]}))
-    with Database(straight) as database, torch.inference_mode():
-        assert len(database) == LINES
-        for record in range(0, len(database), 11):
-            (item,) = tokenize(loaded, [texts[int(database.records.rows[record])]], 48)
+    stored = _records(straight)
+    assert len(stored) == LINES
+    with torch.inference_mode():
+        for text in texts[::11]:
+            (item,) = tokenize(loaded, [text], 48)
+            record = stored[np.array(item.ids, np.int32).tobytes()]
             last = bare(**collate(loaded, [item])).last_hidden_state[0]
-            assert database.slot(KIND_TOKENS, 0, record).tolist() == item.ids
-            torch.testing.assert_close(database.slot(KIND_LAST, 0, record), last, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(record.last, last, atol=2e-5, rtol=1e-4)
             for layer in range(2):
-                keys, values = database.slot(KIND_ROWS, layer, record)
+                keys, values = record.rows[layer]
                 torch.testing.assert_close(keys, seen[2 * layer], atol=2e-5, rtol=1e-4)
                 torch.testing.assert_close(values, seen[2 * layer + 1], atol=2e-5, rtol=1e-4)
 
@@ -105,14 +102,13 @@ def test_eight_bits_are_stored_unless_another_type_is_asked_for(
 ) -> None:
     """And the numbers are those of float32, up to half a step of 127."""
     assert _build(loaded, [log], tmp_path / "db", storage="auto").storage == "int8"
-    with Database(tmp_path / "db") as database, Database(straight) as whole:
-        found, exact = read_record(database, 0), read_record(whole, 0)
+    whole = _records(straight)
+    for tokens, found in _records(tmp_path / "db").items():
         assert found.scales is not None
-        assert found.rows.dtype == torch.int8
+        assert (found.rows.dtype, found.last.dtype) == (torch.int8, torch.bfloat16)
         read = (found.rows.float().unflatten(-1, (4, -1)) * found.scales[..., None]).flatten(-2)  # type: ignore[no-untyped-call]
         steps = found.scales.repeat_interleave(8, -1)
-        assert bool(((read - exact.rows).abs() <= 0.51 * steps + 1e-5).all())
-    assert findings(tmp_path / "db") == []
+        assert bool(((read - whole[tokens].rows).abs() <= 0.51 * steps + 1e-5).all())
 
 
 def test_the_same_tokens_are_stored_once(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:
@@ -120,8 +116,7 @@ def test_the_same_tokens_are_stored_once(loaded: LoadedModel, log: Path, tmp_pat
     twice.write_text(2 * log.read_text())
     done = _build(loaded, [twice], tmp_path / "db")
     assert (done.added, done.alike) == (LINES, LINES)
-    with Database(tmp_path / "db") as database:
-        assert len(set(_tokens(database).values())) == LINES
+    assert len(_records(tmp_path / "db")) == LINES
 
 
 def test_admit_leaves_out_what_a_record_supplies(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:
@@ -133,12 +128,6 @@ def test_admit_leaves_out_what_a_record_supplies(loaded: LoadedModel, log: Path,
         counts.append(done.added)
     assert counts == sorted(counts, reverse=True)
     assert LINES > counts[1] > counts[2] > 0
-
-
-def test_held_out_rows_are_marked_as_for_maps(straight: Path) -> None:
-    with Database(straight) as database:
-        for row, split in zip(database.records.rows.tolist(), database.records.splits.tolist(), strict=True):
-            assert (split == SPLIT_HELD_OUT) == (40 <= row < 60)
 
 
 def test_the_model_is_as_before_and_a_memoized_one_is_refused(tiny_bert: str, log: Path, tmp_path: Path) -> None:
@@ -159,17 +148,16 @@ def test_token_types_are_part_of_a_record(tiny_bert: str, tmp_path: Path) -> Non
     batch = {"input_ids": ids.repeat(2, 1), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
     batch["token_type_ids"] = torch.tensor([[0] * 12, [0] * 6 + [1] * 6])
     path = build_from_inputs(model, [batch], tmp_path / "db", reuse="rows")
-    with Database(path) as database:
-        found = [database.slot(KIND_TOKENS, 0, record).numpy() for record in range(2)]
-        np.testing.assert_array_equal(found[0], ids[0].numpy())
-        np.testing.assert_array_equal(found[1] - found[0], np.repeat([0, 1 << 24], 6))
+    found = [kept.tokens for kept in StoredRows(path).kept]
+    np.testing.assert_array_equal(found[0], ids[0].numpy())
+    np.testing.assert_array_equal(found[1] - found[0], np.repeat([0, 1 << 24], 6))
 
 
 # -- interrupted, limited, repeated
 
 
 def test_an_interrupted_build_resumes_to_the_same(
-    loaded: LoadedModel, log: Path, tmp_path: Path, straight: Path, always: None
+    loaded: LoadedModel, log: Path, tmp_path: Path, straight: Path, often: None
 ) -> None:
     def stop(done: int, total: int) -> None:
         assert total == LINES
@@ -178,8 +166,7 @@ def test_an_interrupted_build_resumes_to_the_same(
 
     with pytest.raises(KeyboardInterrupt):
         _build(loaded, [log], tmp_path / "db", stop)
-    with Database(tmp_path / "db") as database:
-        assert 24 <= len(database) < LINES
+    assert 24 <= len(_records(tmp_path / "db")) < LINES
     assert not hasattr(loaded.model, "attmemo")
     done = _build(loaded, [log], tmp_path / "db")
     assert done.added + done.skipped == LINES
@@ -195,12 +182,12 @@ def test_a_second_build_adds_nothing_and_a_later_file_is_added(
     later = tmp_path / "later.log"
     later.write_text(f"{log.read_text().splitlines()[0]}\nquite another line than any before\n")
     more = _build(loaded, [later], tmp_path / "db")
-    assert (more.added, more.alike, more.records) == (1, 1, LINES + 1)
+    assert (more.added, more.skipped, more.records) == (1, 1, LINES + 1)
 
 
-@pytest.mark.parametrize("at", [0, 3, 60, 150])
+@pytest.mark.parametrize("at", [0, 3, 30, 60])
 def test_a_full_disk_keeps_what_was_published(
-    loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, at: int, always: None,
+    loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, at: int, often: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Said so, and what to do; the model is as before; the same command resumes."""
@@ -219,10 +206,19 @@ def test_a_full_disk_keeps_what_was_published(
             _build(loaded, [log], path)
     assert "run the same command again" in str(caught.value)
     assert not hasattr(loaded.model, "attmemo")
-    if (path / "MANIFEST.json").exists():
-        assert findings(path) == []
+    if is_sealed(path):
+        assert len(_records(path)) == Filling.read(path).records < LINES
     _build(loaded, [log], path)
     assert _same(path, straight)
+
+
+def test_segments_are_full(loaded: LoadedModel, log: Path, tmp_path: Path, often: None) -> None:
+    done = _build(loaded, [log], tmp_path / "db")
+    pool = StoredRows(tmp_path / "db").pool
+    sizes = sorted({kept.segment.number: kept.segment.nbytes for kept in pool.records.values()}.values())
+    assert sum(sizes) == pool.nbytes == done.bytes
+    assert len(sizes) > 3
+    assert all(32 << 10 < size <= 64 << 10 for size in sizes[1:])
 
 
 def test_progress_counts_every_text(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:
@@ -249,6 +245,7 @@ def test_data_without_text_is_refused(loaded: LoadedModel, tmp_path: Path) -> No
     empty.write_text("\n\n")
     with pytest.raises(DataError):
         _build(loaded, [empty], tmp_path / "db")
+    assert not is_sealed(tmp_path / "db"), "a database begins with the first record"
 
 
 # -- refused by name
@@ -294,8 +291,7 @@ def test_an_unknown_kind_is_refused(loaded: LoadedModel, log: Path, tmp_path: Pa
 def test_rows_and_maps_of_a_model_lie_beside_each_other(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:
     """`memoize` finds the one it asks for by name, and rows first."""
     rows = _build(loaded, [log], None).path
-    with Database(rows) as database:
-        key = database.manifest.model.fingerprint
+    key = Filling.read(rows).model.fingerprint
     assert find_database(key) == rows == default_path(key, "rows")
     with pytest.raises(DatabaseError, match="no database of maps"):
         find_database(key, "maps")

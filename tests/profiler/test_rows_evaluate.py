@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from attmemo import Database, memoize, unmemoize
-from attmemo.db import KIND_ROWS
+from attmemo import memoize, unmemoize
+from attmemo.db.pools.filling import Filling
+from attmemo.db.pools.prepared import open_prepared
 from attmemo.errors import AttmemoError, DatabaseError, TuningError
 from attmemo.profiler.answers import ask, prepare
 from attmemo.profiler.build import BuildOptions, build_database
@@ -28,7 +30,6 @@ from attmemo.profiler.row_trial import (
     RandomRecord,
     RowTrial,
     ZeroedRows,
-    read_record,
     serving_rows,
 )
 from attmemo.profiler.tables import make_tables
@@ -96,8 +97,8 @@ def test_time_stands_against_both_exact_paths(result: dict[str, Any]) -> None:
 
 def test_the_timed_passes_of_packed_blocks_are_counted_apart(rows_database: Path, later: Path) -> None:
     """Or the parts would hold time that no record served."""
-    with Database(rows_database) as database:
-        loaded = load_model(database.manifest.model.name)
+    with closing(open_prepared(rows_database)) as database:
+        loaded = load_model(database.filling.model.name)
         trial = RowTrial(loaded, database, QUICK)
         handle = trial.serve()
         paths = trial.paths(handle)
@@ -142,8 +143,8 @@ def test_no_record_of_the_very_text_serves(
     assert found["data"]["in_database"] >= 30
     assert found["data"]["sequences"] <= 20
     assert "were left out" in found["notes"][0]
-    with Database(rows_database) as database:
-        loaded = load_model(database.manifest.model.name)
+    with closing(open_prepared(rows_database)) as database:
+        loaded = load_model(database.filling.model.name)
         tokens = tokenize(loaded, mixed.read_text().splitlines(), 48)
         assert set(range(30)) <= stored_texts(loaded, database, tokens)
 
@@ -178,8 +179,8 @@ def test_how_far_a_token_may_move_is_a_setting(rows_database: Path, later: Path,
 
 def test_the_model_is_left_as_it_was(rows_database: Path, later: Path) -> None:
     """And the warning that says what to measure is not given by what measures it."""
-    loaded = load_model(Database(rows_database).manifest.model.name)
-    with Database(rows_database) as database:
+    loaded = load_model(Filling.read(rows_database).model.name)
+    with closing(open_prepared(rows_database)) as database:
         RowTrial(loaded, database, QUICK).serve_at_will()
         assert loaded.model.attmemo.enabled  # type: ignore[union-attr]
         unmemoize(loaded.model)
@@ -189,11 +190,11 @@ def test_the_model_is_left_as_it_was(rows_database: Path, later: Path) -> None:
 def test_serving_warns_that_answers_are_not_guarded_and_measuring_does_not(
     rows_database: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Database(rows_database) as database:
-        loaded = load_model(database.manifest.model.name)
+    with closing(open_prepared(rows_database)) as database:
+        loaded = load_model(database.filling.model.name)
         RowTrial(loaded, database, QUICK).serve()
         assert "nothing guards" not in caplog.text
-        memoize(loaded.model, database=database, budget=None)
+        memoize(loaded.model, database=rows_database, budget=None)
         assert "nothing guards" in caplog.text
 
 
@@ -201,9 +202,10 @@ def test_serving_warns_that_answers_are_not_guarded_and_measuring_does_not(
 
 
 def test_controls_give_what_they_say(rows_database: Path) -> None:
-    with Database(rows_database) as database:
-        own = read_record(database, 3)
-        zeros, means, stranger = (kind(database).instead(3) for kind in (ZeroedRows, MeanRows, RandomRecord))
+    with closing(open_prepared(rows_database)) as database:
+        kinds = ZeroedRows(database), MeanRows(database), RandomRecord(database)
+        own = kinds[0].record(3)
+        zeros, means, stranger = (kind.instead(3) for kind in kinds)
         for found in (zeros, means, stranger):
             assert found.rows.shape == own.rows.shape
             assert found.last.shape == own.last.shape
@@ -220,12 +222,12 @@ def test_the_rows_of_records_are_nearer_to_exact_than_those_of_a_control(
 ) -> None:
     """The last hidden states of all tokens, through the path that serves. The weights are random, so a position
     counts as much as a word: only tokens at their old places are served."""
-    with Database(rows_database) as database:
-        loaded = load_model(database.manifest.model.name)
+    with closing(open_prepared(rows_database)) as database:
+        loaded = load_model(database.filling.model.name)
         inputs = collate(loaded, tokenize(loaded, later.read_text().splitlines()[:16], 48))
         valid = inputs["attention_mask"].bool()
         model: Any = loaded.model
-        memoize(model, 0.1, database, most_moved=0, gate=False, budget=None)
+        memoize(model, 0.1, rows_database, most_moved=0, gate=False, budget=None)
         engine, host = model.attmemo.engine, model.attmemo.host
         with torch.inference_mode():
             given = host(**inputs).last_hidden_state
@@ -241,10 +243,10 @@ def test_the_rows_of_records_are_nearer_to_exact_than_those_of_a_control(
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_records_are_back_after_a_control(rows_database: Path, name: str) -> None:
     """After an error too; and inside, another number is served."""
-    with Database(rows_database) as database:
-        loaded = load_model(database.manifest.model.name)
+    with closing(open_prepared(rows_database)) as database:
+        loaded = load_model(database.filling.model.name)
         model: Any = loaded.model
-        memoize(model, database=database, budget=None)
+        memoize(model, database=rows_database, budget=None)
         store = model.attmemo.engine.reuse.store
         with serving_rows(model.attmemo.engine, database, name):
             assert model.attmemo.engine.reuse.store is not store
@@ -305,8 +307,10 @@ def test_what_only_maps_have_is_refused(rows_database: Path, later: Path) -> Non
         tune(rows_database, [later], TuneOptions())
 
 
-def test_the_database_of_an_evaluation_is_untouched(rows_database: Path, result: dict[str, Any]) -> None:
-    with Database(rows_database) as database:
-        assert database.manifest.generation == 1
-        assert database.manifest.layers_kept(KIND_ROWS) == 2
-        assert database.check() == []
+def test_the_database_of_an_evaluation_is_untouched(rows_database: Path, later: Path) -> None:
+    before = {file: file.read_bytes() for file in rows_database.rglob("*") if file.is_file()}
+    evaluate(rows_database, [later], replace(QUICK, controls=False, sweep=False))
+    after = {file: file.read_bytes() for file in rows_database.rglob("*") if file.is_file()}
+    assert {name for name in before | after if before.get(name) != after.get(name)} <= {
+        rows_database / "catalogue/lock.mdb"
+    }

@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("ray", reason="attmemo[ray] is not installed")
 
-from attmemo.db import KIND_TOKENS, Database
+from stored_rows import StoredRows
+
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model
@@ -23,9 +24,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_build.py"
 
 
 def tokens(path: Path) -> list[bytes]:
-    with Database(path) as database:
-        assert not database.check()
-        return sorted(database.slot(KIND_TOKENS, 0, record).numpy().tobytes() for record in range(len(database)))
+    return sorted(StoredRows(path).records())
 
 
 def kill_a_builder(scratch: Path, job: subprocess.Popen[str]) -> int:
@@ -33,7 +32,7 @@ def kill_a_builder(scratch: Path, job: subprocess.Popen[str]) -> int:
     while job.poll() is None:
         for lock in scratch.glob("*/builder.lock"):
             with suppress(OSError, ValueError):
-                if any((lock.parent / "arena").iterdir()):
+                if any((lock.parent / "segments").iterdir()):
                     process = int(lock.read_text())
                     os.kill(process, signal.SIGKILL)
                     return process

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,11 +15,11 @@ import torch
 from children import in_child
 from packed_models import MODELS, batch, rows_database
 from rows_tools import FLOAT, HEADS, Tokens, as_stored, fetched, find, layout, numbers, offers_of, record
+from stored_rows import StoredRows
 from torch import Tensor
 
 import attmemo
-from attmemo import Database, DatabaseError
-from attmemo.db import KIND_ROWS
+from attmemo import DatabaseError
 from attmemo.db.pools.history import Work
 from attmemo.db.pools.pool import Entry, News, Pool
 from attmemo.db.pools.segment import Segment, rounded, start_of
@@ -29,11 +28,10 @@ from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import changes as changes_of
 from attmemo.kernels.kinds import NO_KINDS
 from attmemo.kernels.plan import Demand
-from attmemo.profiler.row_trial import read_record
 from attmemo.rows.candidate import Offer
 from attmemo.rows.layout import RowLayout
 from attmemo.rows.live_store import KNOWN, GrowingRows
-from attmemo.rows.store import DatabaseRows, Fetched, Record
+from attmemo.rows.store import Fetched, Record
 
 SMALLEST: Final = 1 << 14
 """Bytes of a segment of a small pool."""
@@ -49,9 +47,9 @@ PER_SEGMENT: Final = (SMALLEST - start_of(64)) // rounded(layout().nbytes(5))
 """Records of five tokens in a segment."""
 
 
-def store_for(segments: int, base: DatabaseRows | None = None, **options: Any) -> GrowingRows:
+def store_for(segments: int, **options: Any) -> GrowingRows:
     """A store with room for so many small segments."""
-    return GrowingRows(Pool(segments * SMALLEST), layout(), base, **options)
+    return GrowingRows(Pool(segments * SMALLEST), layout(), **options)
 
 
 def held(store: GrowingRows, most: int) -> list[int]:
@@ -420,75 +418,67 @@ def _prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(name="base")
-def _base(prepared: Path) -> Iterator[tuple[Database, DatabaseRows]]:
-    with Database(prepared) as database:
-        yield database, DatabaseRows(database)
+def _base(prepared: Path) -> StoredRows:
+    return StoredRows(prepared)
 
 
-def shape_of(database: Database) -> dict[str, int]:
+def shape_of(database: StoredRows) -> dict[str, int]:
     """Layers and width of its rows."""
-    kind = next(kind for kind in database.manifest.kinds if kind.name == KIND_ROWS)
-    return {"layers": kind.layers, "width": int(kind.shape[-1])}
+    return {"layers": database.layout.layers, "width": database.layout.hidden}
 
 
 class TestBesideAPreparedBase:
-    def check(self, database: Database, found: Fetched, place: int, number: int) -> None:
+    def check(self, database: StoredRows, found: Fetched, place: int, number: int) -> None:
         """One place holds what the database holds."""
         rows, last = fetched(found, place, shape_of(database)["layers"])
-        stored = read_record(database, number)
+        stored = database.record(number)
         expected = stored.rows.float()
         if stored.scales is not None:
             expected *= stored.scales.repeat_interleave(expected.shape[-1] // stored.scales.shape[-1], -1)
         assert torch.equal(rows, expected)
         assert torch.equal(last, stored.last.float())
 
-    def store(self, base: tuple[Database, DatabaseRows], max_bytes: int = 1 << 20) -> GrowingRows:
-        database, prepared = base
-        return GrowingRows(Pool(max_bytes), layout(prepared.storage, 4, **shape_of(database)), prepared)
+    def store(self, base: StoredRows, max_bytes: int = 1 << 20) -> GrowingRows:
+        return GrowingRows(Pool(max_bytes), base.layout, base.kept)
 
-    def test_both_are_fetched_in_one_batch(self, base: tuple[Database, DatabaseRows]) -> None:
-        database, prepared = base
-        shape, store = shape_of(database), self.store(base)
+    def test_both_are_fetched_in_one_batch(self, base: StoredRows) -> None:
+        shape, store = shape_of(base), self.store(base)
         own = [record(seed, 6, **shape) for seed in range(2)]
         keep(store, *own, notes=b"ab")
-        assert store.index is prepared.index
         assert len(store.index) == len(STORED) + 2
         assert len(store) == 2
         found = store.fetch(numbers(4, 1, -1, 3, 0))
         for place, number in ((1, 1), (4, 0)):
-            self.check(database, found, place, number)
+            self.check(base, found, place, number)
         for place, seed in ((0, 1), (3, 0)):
             rows, last = fetched(found, place, shape["layers"])
-            assert torch.equal(rows, as_stored(own[seed][1], prepared.storage[0], 4))
-            assert torch.equal(last, own[seed][2].to(prepared.storage[1]).float())
+            assert torch.equal(rows, as_stored(own[seed][1], store.storage[0], 4))
+            assert torch.equal(last, own[seed][2].to(store.storage[1]).float())
         assert found.layer(1).rows.tolist() == [6, STORED[1], 0, 6, STORED[0]]
         assert [store.note_of(number) for number in range(6)] == [b"", b"", b"", b"a", b"b", b""]
 
-    def test_each_alone_is_fetched_too(self, base: tuple[Database, DatabaseRows]) -> None:
-        database, prepared = base
-        shape, store = shape_of(database), self.store(base)
-        self.check(database, store.fetch(numbers(-1, 2)), 1, 2)
+    def test_each_alone_is_fetched_too(self, base: StoredRows) -> None:
+        shape, store = shape_of(base), self.store(base)
+        self.check(base, store.fetch(numbers(-1, 2)), 1, 2)
         keep(store, record(0, 6, **shape))
-        self.check(database, store.fetch(numbers(2, -1)), 0, 2)
+        self.check(base, store.fetch(numbers(2, -1)), 0, 2)
         rows, _ = fetched(store.fetch(numbers(-1, 3)), 1, shape["layers"])
-        assert torch.equal(rows, as_stored(record(0, 6, **shape)[1], prepared.storage[0], 4))
+        assert torch.equal(rows, as_stored(record(0, 6, **shape)[1], store.storage[0], 4))
 
-    def test_what_is_prepared_is_not_kept_again(self, base: tuple[Database, DatabaseRows]) -> None:
-        database, prepared = base
-        store, (_, rows, last) = self.store(base), record(0, STORED[1], **shape_of(database))
-        keep(store, (prepared.index.tokens_of(1), rows, last))
+    def test_what_is_prepared_is_not_kept_again(self, base: StoredRows) -> None:
+        store, (_, rows, last) = self.store(base), record(0, STORED[1], **shape_of(base))
+        keep(store, (base.kept[1].tokens, rows, last))
         assert (len(store), store.done) == (0, {KNOWN: 1})
 
-    def test_prepared_records_are_never_dropped(self, base: tuple[Database, DatabaseRows]) -> None:
-        database, _ = base
-        shape, store = shape_of(database), self.store(base, 3 * SMALLEST)
+    def test_prepared_records_are_never_dropped(self, base: StoredRows) -> None:
+        shape, store = shape_of(base), self.store(base, 3 * SMALLEST)
         for seed in range(30):
             keep(store, record(seed, 20, **shape))
         assert 0 < len(store) < 30
         assert len(store.index) == len(STORED) + len(store)
         assert agree(store, len(STORED))
         for number in range(len(STORED)):
-            self.check(database, store.fetch(numbers(number)), 0, number)
+            self.check(base, store.fetch(numbers(number)), 0, number)
         with pytest.raises(DatabaseError, match="a record was dropped"):
             store.fetch(numbers(0, len(STORED)))
 

@@ -15,11 +15,11 @@ from families import DECODER, FAMILIES, GEMMA, SIZES, VOCABULARY, _make
 from torch import Tensor, nn
 
 from attmemo import memoize
-from attmemo.db import KIND_TOKENS, DatabaseWriter, Provenance
+from attmemo.db import Provenance
 from attmemo.forward.plan import Share
 from attmemo.handle.description import describe
 from attmemo.models import adapter_for
-from attmemo.profiler.row_recorder import RowRecorder, row_form
+from attmemo.profiler.row_recorder import RowRecorder, RowWriter, row_form
 
 Inputs = dict[str, Tensor]
 
@@ -235,14 +235,10 @@ def rows_database(model: nn.Module, batches: Sequence[Inputs], path: Path, stora
     """A database of the rows of all sequences of these batches, made by packed blocks."""
     adapter, sites = adapter_for(model)
     info = describe(model, adapter, sites, "test", 512, None)
-    form = row_form(info, storage)
-    with (
-        RowRecorder(copy.deepcopy(model), adapter, form) as recorder,
-        DatabaseWriter(path, info, storage, {}, kinds=form.kinds) as writer,
-    ):
-        source = writer.add_source("test", "0" * 32)
-        for row, slots in enumerate(slots for inputs in batches for slots in recorder.run(inputs)):
-            writer.add(slots, len(slots[KIND_TOKENS][0]), Provenance(source, row))
+    form = row_form(storage)
+    with RowRecorder(copy.deepcopy(model), adapter, form) as recorder, RowWriter(path, info, form) as writer:
+        for row, record in enumerate(record for inputs in batches for record in recorder.run(inputs)):
+            writer.add(record, len(record.tokens), Provenance(0, row))
         writer.publish()
     return path
 

@@ -88,6 +88,14 @@ def is_right(kept: Kept) -> bool:
     return kept.note == note_of(kept.tokens) and bool(np.array_equal(kept.body, body_of(kept.tokens)))
 
 
+def damage(kept: Kept) -> None:
+    """Change the last byte of a record on the disk."""
+    assert kept.segment.path is not None
+    with kept.segment.path.open("r+b") as stream:
+        stream.seek(kept.offset + kept.nbytes - 1)
+        stream.write(bytes([255 - int(kept.body[-1])]))
+
+
 def state_of(pool: SharedPool) -> State:
     """All records, each of them sound and right."""
     wrong = [kept.number for kept in pool.records.values() if not (serves(kept) and is_right(kept))]

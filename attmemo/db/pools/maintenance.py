@@ -1,4 +1,4 @@
-"""Upkeep of databases that fill themselves: what they hold, whether it is whole, and how records are taken out."""
+"""Upkeep of databases of rows: what they hold, whether it is whole, and how records are taken out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from attmemo.db.database import Finding
 from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.db.records import Entry
-from attmemo.errors import DatabaseError
+from attmemo.errors import DatabaseCorruptError, DatabaseError
 
 AGES: Final = (("a minute", 60.0), ("an hour", 3600.0), ("a day", 86400.0), ("a week", 604800.0), ("longer", np.inf))
 
@@ -22,7 +22,8 @@ Tokens = npt.NDArray[np.int32]
 
 def summarize(pool: SharedPool) -> dict[str, Any]:
     """What `attmemo inspect` shows, JSON-able."""
-    pool.load_history()
+    if not pool.filling.sealed:
+        pool.load_history()
     records = list(pool.records.values())
     now = time.time()
     ages = []
@@ -42,7 +43,7 @@ def summarize(pool: SharedPool) -> dict[str, Any]:
             "name": model.name, "family": model.family, "layers": model.layers, "heads": model.heads,
             "hidden": model.hidden, "dtype": model.dtype, "fingerprint": model.fingerprint,
         },
-        "reuse": "rows", "records": len(records), "bytes": pool.nbytes,
+        "reuse": "rows", "prepared": filling.sealed, "records": len(records), "bytes": pool.nbytes,
         "record_bytes": sum(kept.nbytes for kept in records), "segments": pool.segments,
         "lengths": {str(n): count for n, count in sorted(lengths.items())},
         "hits": sum(kept.hits for kept in records), "ages": ages, "counts": pool.counts,
@@ -85,7 +86,8 @@ def holds(tokens: Tokens, run: Tokens) -> bool:
 def merge(into: SharedPool, others: Sequence[SharedPool]) -> int:
     """Add the records of others, the most used last, so that they stay longest; how many were added.
 
-    DatabaseError: another model, or another storage.
+    DatabaseError: another model, or another storage. Damaged records are left out; DatabaseCorruptError if `into` is
+    prepared. After an interruption the same call goes on.
     """
     for other in others:
         mine, theirs = into.filling, other.filling
@@ -98,10 +100,15 @@ def merge(into: SharedPool, others: Sequence[SharedPool]) -> int:
     known = {kept.tokens.tobytes() for kept in into.records.values()}
     waiting = []
     for other in others:
-        for kept in other.records.values():
-            if kept.tokens.tobytes() not in known and kept.is_sound:
+        for _, kept in sorted(other.records.items()):
+            if kept.tokens.tobytes() in known:
+                continue
+            if kept.is_sound:
                 known.add(kept.tokens.tobytes())
                 waiting.append(kept)
+            elif into.filling.sealed:
+                what = f"{other.path}, record {kept.number}: not as it was written."
+                raise DatabaseCorruptError(what, f"attmemo check {other.path}, and build it again")
     waiting.sort(key=lambda kept: kept.hits)
     before = set(into.records)
     into.add([Entry(kept.tokens, kept.body, kept.note, kept.made, kept.hits) for kept in waiting])

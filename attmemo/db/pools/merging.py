@@ -13,7 +13,9 @@ import xxhash
 from attmemo.db.database import Database
 from attmemo.db.files import MANIFEST, BuilderLock
 from attmemo.db.manifest import Manifest
-from attmemo.db.slot_kinds import KIND_INPUT, KIND_TOKENS
+from attmemo.db.pools.filling import Filling, is_sealed
+from attmemo.db.pools.prepared import merge_rows
+from attmemo.db.slot_kinds import KIND_INPUT
 from attmemo.db.slots import slot_checksum
 from attmemo.db.writer import DatabaseWriter, Provenance
 from attmemo.errors import DatabaseCorruptError, DatabaseError
@@ -35,8 +37,8 @@ class Merged:
 def merge_prepared(into: Path, others: Sequence[Path], progress: Progress | None = None) -> Merged:
     """Add the records of prepared databases to one, which is made if there is none.
 
-    Of records of rows with the same tokens one is kept; of maps one for each row of the data. The index of `into`, if
-    any, does not know the new records: tune it, or train it again. After an interruption the same call goes on.
+    Of records of rows with the same tokens one is kept; of maps one for each row of the data. The index of a database
+    of maps does not know the new records: tune it, or train it again. After an interruption the same call goes on.
 
     Parameters
     ----------
@@ -44,21 +46,27 @@ def merge_prepared(into: Path, others: Sequence[Path], progress: Progress | None
     others : sequence of Path
         They stay as they are. None of them may be being built.
     progress : callable, optional
-        Called with (records looked at, records in all).
+        Called with (records looked at, records in all), of maps.
 
     Raises
     ------
     DatabaseError
         They do not belong together: another model, storage, length of texts, or kind of records; one is being built.
     DatabaseCorruptError
-        A record does not match its checksum. What was copied before is published.
+        A record does not match its checksum. What was copied before is published; of rows nothing is copied.
     """
+    others = list({path.resolve(): path for path in others}.values())
+    if into.resolve() in (path.resolve() for path in others):
+        raise DatabaseError(f"{into} would be merged into itself.", "name other databases")
+    of_rows = [is_sealed(path) for path in (into, *others) if path.exists()]
+    if any(of_rows):
+        if not all(of_rows):
+            raise DatabaseError("some of these keep rows, others maps.", "merge databases of one sort")
+        added, records = merge_rows(into, others)
+        return Merged(added, sum(Filling.read(path).records for path in others) - added, records)
     with ExitStack() as open_now:
         sources = []
-        others = list({path.resolve(): path for path in others}.values())
         for path in others:
-            if path.resolve() == into.resolve():
-                raise DatabaseError(f"{path} would be merged into itself.", "name other databases")
             sources.append(open_now.enter_context(Database(path)))
             with suppress(OSError):  # a read-only place has no builder
                 open_now.callback(BuilderLock(path).release)
@@ -71,7 +79,7 @@ def merge_prepared(into: Path, others: Sequence[Path], progress: Progress | None
         for source in sources:
             _check_alike(first, place, source)
         writer = open_now.enter_context(
-            DatabaseWriter(into, first.model, first.storage, first.settings, kinds=first.kinds, when_full=_WHEN_FULL)
+            DatabaseWriter(into, first.model, first.storage, first.settings, when_full=_WHEN_FULL)
         )
         return _copy(writer, sources, keys, progress)
 
@@ -127,8 +135,6 @@ def _add(writer: DatabaseWriter, source: Database, record: int) -> None:
 
 def _key(database: Database, record: int) -> bytes:
     """What a record stands for. The same text in two rows of the data has maps twice, as a build stores them."""
-    if database.manifest.layers_kept(KIND_TOKENS):
-        return database.slot(KIND_TOKENS, 0, record).numpy().tobytes()
     records, listed = database.records, database.manifest.sources
     own = int(records.sources[record])
     arena = database.arena(KIND_INPUT, int(records.lengths[record]))

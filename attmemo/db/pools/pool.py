@@ -108,8 +108,11 @@ class Pool:
         """Bytes of a segment, if no record needs more."""
         if self.max_bytes is None:
             return self._usual
-        most = max(LARGEST, min(self.max_bytes // MOST_SEGMENTS, HUGE))
-        return max(1 << 14, min(self.max_bytes // SEGMENTS, most) & ~4095)
+        return max(1 << 14, min(self.max_bytes // SEGMENTS, usual_for(self.max_bytes)) & ~4095)
+
+    def expect(self, nbytes: int) -> None:
+        """Say how many bytes there will be where there is no bound: segments of a large pool are larger."""
+        self._usual = max(self._usual, usual_for(nbytes))
 
     def news(self) -> News:
         """What has changed since it was told last; what is new can be read from now on."""
@@ -376,6 +379,11 @@ class Pool:
         self._segments, self._tails = draft.segments, draft.tails
         self._next, self._next_segment = draft.next, draft.next_segment
         return News(added, removed)
+
+
+def usual_for(nbytes: int) -> int:
+    """Most bytes of a segment of usual records in a pool of so many bytes."""
+    return max(LARGEST, min(nbytes // MOST_SEGMENTS, HUGE)) & ~4095
 
 
 def _grouped(groups: Iterable[list[Kept]], most: int) -> list[tuple[list[Kept], int]]:

@@ -151,15 +151,14 @@ class Segment:
             os.close(fd)  # the mapping has a descriptor of its own
 
     @classmethod
-    def open(cls, path: Path, number: int, nbytes: int) -> Segment:
-        """A published file.
+    def open(cls, path: Path, number: int, nbytes: int, *, marked: bool = True) -> Segment:
+        """A published file. `marked`: how often its records are used is noted, if it can be.
 
         DatabaseCorruptError, DatabaseTruncatedError: it is not what the catalogue says; DatabaseError: a limit.
         """
-        marked = True
         try:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                fd = os.open(path, (os.O_RDWR if marked else os.O_RDONLY) | os.O_CLOEXEC)
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise

@@ -1,6 +1,6 @@
 """A pool in a folder, shared by the processes of a machine: all read, one at a time fills.
 
-    FILLING.json          whose records these are, written once
+    FILLING.json          whose records these are, written once; PREPARED.json: builds alone fill (`Filling`)
     catalogue/            LMDB: the truth. What it does not name does not exist
     segments/NUMBER       bytes of records (`attmemo.db.pools.segment`)
     fill.lock             the lease: held while a batch is added
@@ -14,6 +14,9 @@ the next one writes over them. The kernel takes the lease from a process that en
 
 A process that fills by and by writes bytes ahead, into room that it holds, and publishes many records together.
 
+A process that serves a prepared pool reads it once (`release`), and writes nothing to it, not even how often a record
+was used.
+
 Readers look at the number of LMDB's last transaction a few times a second and read the log of changes behind the last
 one that they know. They never hold a transaction open.
 """
@@ -24,9 +27,11 @@ import json
 import os
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,10 +50,10 @@ from attmemo.db.entries import (
     record_value,
 )
 from attmemo.db.environments import ENVIRONMENTS
-from attmemo.db.files import ANEW, CATALOGUE, DAMAGED, FILLING, storing, sync
+from attmemo.db.files import ANEW, CATALOGUE, DAMAGED, storing, sync
 from attmemo.db.folder import SEGMENTS, begin, check_parts, is_begun, make_folder
 from attmemo.db.pools.fill_lock import lease
-from attmemo.db.pools.filling import Filling, is_filling
+from attmemo.db.pools.filling import Filling
 from attmemo.db.pools.history import Work
 from attmemo.db.pools.pool import Pool
 from attmemo.db.pools.prewrite import Ahead
@@ -96,11 +101,11 @@ class SharedPool(Pool):
         self._closed = False
         self._due = self.path / DUE
         self._ahead, self._entries = Ahead(self.path), Entries(self.path / CATALOGUE)
-        self._head, self._same = str(self.path / FILLING), (0, 0, 0, 0)  # device, inode, time and size of this file
-        if filling is None or is_filling(self.path):
+        self._same = 0, 0, 0, 0  # device, inode, time and size of the file that describes it
+        if filling is None or (self.path / filling.file).exists():
             Filling.read(self.path)  # before anything is made in a folder that is none
         else:
-            make_folder(self.path)
+            make_folder(self.path, filling)
         check_parts(self.path)
         with ExitStack() as making:
             if fills and not is_begun(self.path):
@@ -200,7 +205,7 @@ class SharedPool(Pool):
             segment = self._segments.get(number)
             if segment is None:
                 try:
-                    segment = Segment.open(self._file(number), number, nbytes)
+                    segment = Segment.open(self._file(number), number, nbytes, marked=not self.filling.sealed)
                 except DAMAGED as error:
                     if lost is None:
                         raise
@@ -260,7 +265,8 @@ class SharedPool(Pool):
                     draft = self._draft()
                     self._ahead.enter(draft, self._in)
                     self._ahead.name(draft)
-                    make(draft)
+                    with storing(self.path):
+                        make(draft)
                     self._ahead.take(draft, self.usual)
                     changed = draft.touched or draft.removed or draft.segments.keys() != self._segments.keys()
                     if changed:
@@ -281,6 +287,9 @@ class SharedPool(Pool):
                 self._transaction = -1  # its number is given up, too
             self._unlink(gone)  # what is published does not name them; readers hold what they read
             self._ahead.publish()
+            if changed and self.filling.sealed:
+                with storing(self.path):
+                    replace(self.filling, edition=uuid.uuid4().hex, records=len(self)).write(self.path)
 
     def _unlink(self, segments: Iterable[int]) -> None:
         for number in segments:
@@ -344,7 +353,7 @@ class SharedPool(Pool):
     def _check_same(self) -> None:
         """DatabaseError: the folder is not the one that was opened."""
         try:
-            seen, catalogue = os.stat(self._head), os.stat(self.path / CATALOGUE)
+            seen, catalogue = os.stat(self.path / self.filling.file), os.stat(self.path / CATALOGUE)
             if (catalogue.st_dev, catalogue.st_ino) != self._key:
                 raise DatabaseError(f"{self.path} was begun anew by another process.", "memoize the model again")
         except OSError:
@@ -374,6 +383,14 @@ class SharedPool(Pool):
     def _file(self, number: int) -> Path:
         return self.path / SEGMENTS / f"{number:010d}"
 
+    def release(self) -> None:
+        """Close the catalogue: the records that are known stay, and no others come. Doing so twice is fine."""
+        with self._lock:
+            self._closed = True
+            if self._env is not None:
+                self._env = None
+                ENVIRONMENTS.leave(self._key)
+
     def close(self) -> None:
         with self._lock:
             self._ahead.stop()
@@ -382,10 +399,7 @@ class SharedPool(Pool):
                     self.add([])
             self._ahead.close()
             super().close()
-            self._closed = True
-            if self._env is not None:
-                self._env = None
-                ENVIRONMENTS.leave(self._key)
+            self.release()
 
     def leave_to_parent(self) -> None:
         """In a forked child: LMDB must be opened anew, and a lock may be held by a thread that is not here."""
