@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_workloads import commit
+from measured_at import commit
 from marked import replace_measured
 from transformers import OpenAIPrivacyFilterConfig, OpenAIPrivacyFilterForTokenClassification
 

@@ -374,7 +374,8 @@ def choose_linear(
     if speed < FASTER:
         _LOG.info("attmemo: linear layers stay exact: 8-bit ones are %.2f times as fast here", speed)
         return False
-    deferred = handle.deferred or Deferred(outer, handle.engine.watch)
+    deferred = handle.deferred  # that of rows beside; it is false while nothing waits
+    deferred = Deferred(outer, handle.engine.watch) if deferred is None else deferred
     choice = LinearChoice(
         budget, confidence, answers, handle.engine, rounded, speed, deferred, served=served, rows=rows, always=not gate
     )
