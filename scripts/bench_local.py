@@ -11,7 +11,6 @@ ids, both sides in turns, medians. Answers are compared bit by bit.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from measured_at import commit
 from marked import replace_measured
+from measured_at import measured_at
 from transformers import OpenAIPrivacyFilterConfig, OpenAIPrivacyFilterForTokenClassification
 
 from attmemo import memoize
@@ -140,10 +139,7 @@ def main() -> None:
                     result["edits"].append(edits(model, length, args.rounds))
                     print(json.dumps(result["edits"][-1]), flush=True)
             del model
-        result |= {
-            "rounds": args.rounds, "commit": commit(), "date": datetime.date.today().isoformat(),
-            "conditions": conditions() | {"threads": 1},
-        }  # fmt: skip
+        result |= measured_at() | {"rounds": args.rounds, "conditions": conditions() | {"threads": 1}}
         args.output.write_text(json.dumps(result, indent=1) + "\n")
     if args.page is not None:
         replace_measured(args.page, table(result))

@@ -234,3 +234,20 @@ def test_a_fork_waits_for_the_part_that_is_done() -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     worker.idle.close()
+
+
+def test_where_pauses_are_too_short_the_thread_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look two hundred times a second takes 2 % of a core, and finds nothing."""
+    clock, worker = Clock(monkeypatch), Worker()
+    assert worker.idle.look == idle._SELDOM
+    for pause in [0.001] * GAPS:
+        worker.idle.ended()
+        clock.now += pause
+        worker.idle.began()
+    assert worker.idle.look == idle._SELDOM
+    for pause in [1.0] * GAPS:
+        worker.idle.ended()
+        clock.now += pause
+        worker.idle.began()
+    assert worker.idle.look == idle._LOOK
+    worker.idle.close()

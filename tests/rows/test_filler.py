@@ -256,6 +256,17 @@ class TestFull:
         assert store.filler.flush(LONG)
         assert store.stored == [0, 1, 2, 3]
 
+    def test_what_waits_is_told_in_seconds_of_work(self, store: Store) -> None:
+        assert store.filler.waits == 0.0
+        store.block()
+        one = store.filler.waits
+        assert one == pytest.approx(module.COST)
+        assert store.filler.offer([1], [9])
+        assert store.filler.waits == pytest.approx(10 * one)
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.filler.waits == 0.0
+
     def test_in_idle_times_all_is_stored_at_once_and_nobody_pays(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
