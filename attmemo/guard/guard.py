@@ -45,6 +45,7 @@ DRAWN: Final = 0.0075
 """Share of the answers to be reused that are verified, whatever was verified before."""
 ALIKE: Final = 8
 """Sequences of a forward, about, whose unknown changes are tried at once: many of them change the same."""
+ALL: Final = 1 << 30
 HOPE: Final = 4096
 """Inputs without a certificate after which records are seldom tried while no request runs."""
 RARELY: Final = 1 / 16
@@ -124,7 +125,7 @@ class Guard:
         )
 
     def decide(
-        self, evidence: Sequence[int], firsts: Sequence[int] | None = None, room: int = 0, most: int = 1 << 30
+        self, evidence: Sequence[int], firsts: Sequence[int] | None = None, room: int = 0, most: int = ALL
     ) -> list[Verdict | None]:
         """Decide what becomes of the requests of a batch, and count them; None: there is no record.
 
@@ -138,7 +139,8 @@ class Guard:
         room : int
             So many answers may be verified afterwards.
         most : int
-            So many answers, chosen by chance, may be verified at once beside those that are drawn; by default all.
+            So many answers, chosen by chance, may be verified at once beside those that are drawn, of those with
+            unknown changes about `ALIKE`; by default all.
         """
         with self._lock:
             times = Counter(range(len(evidence)) if firsts is None else firsts)
@@ -159,7 +161,8 @@ class Guard:
                       if not affordable and Evidence.UNKNOWN <= kind < Evidence.SAME]  # fmt: skip
             seen = max(drawn, min(1.0, most / len(asking))) if asking else drawn
             unknown = asking.count(Evidence.UNKNOWN)
-            tries = max(drawn, min(seen, ALIKE / unknown)) if unknown else seen
+            few = unknown and most < ALL
+            tries = max(drawn, min(seen, ALIKE / unknown)) if few else seen
             for (place, count), kind, affordable in zip(times.items(), kinds, affords, strict=True):
                 chance, verdict = self._random.random(), None
                 if kind == Evidence.SAME:
@@ -353,6 +356,16 @@ class Guard:
         """Whether there is a certificate. Where more is served than before, more samples are needed; meanwhile the
         account may afford all the same."""
         return self.certified or self._stands
+
+    def rate(self) -> float:
+        """Return the highest rate of changed answers that the samples do not rule out."""
+        with self._lock:
+            return self.certificate.highest
+
+    def affords(self) -> bool:
+        """Return whether an answer of a record of another input may be served now."""
+        with self._lock:
+            return self.certificate.affords()
 
     @property
     def certified(self) -> bool:

@@ -25,14 +25,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attmemo.forward.batch_slices import has_loss, put, shallow, take, tokens_in
+from attmemo.forward.batch_slices import has_loss, ids_in, put, shallow, take, tensors_in, tokens_in
 from attmemo.forward.engine import Engine
 from attmemo.guard.answers import Answers, Read
 from attmemo.guard.certificate import Certificate
@@ -163,7 +163,7 @@ class LinearChoice:
         if rounded is not None:
             batch = len(rounded.values)
             if compares:
-                keys = keys_of(given.get("input_ids"), mask, places := self._drawn(batch))
+                keys = keys_of(ids_in(given), mask, places := self._drawn(batch))
                 compare = partial(self._compare, keys, None, rounded)
                 compare(_part(forward, inputs, mask, places, batch, compare))
             if rounded.margins is not None:
@@ -175,8 +175,15 @@ class LinearChoice:
                 args, kwargs = shallow(inputs)
                 return forward(*args, **kwargs)
             chosen = torch.from_numpy(low)
-            args, kwargs = take(inputs, chosen, batch)
-            return put(output, forward(*args, **kwargs), chosen, batch)
+            try:
+                args, kwargs = take(inputs, chosen, batch)
+                again = forward(*args, **kwargs)
+                if tensors_in(output) is not None:
+                    return put(output, again, chosen, batch)
+            except Exception as error:  # arguments or outputs that cannot be taken apart
+                self._engine.counters.failure("an answer below the margin could not be computed alone", error, 1)
+            args, kwargs = shallow(inputs)
+            return forward(*args, **kwargs)
 
     def _proving(
         self, forward: Model, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -184,25 +191,25 @@ class LinearChoice:
         """The exact output; some of its answers are compared with those in 8 bits now, or later."""
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
-        start = perf_counter()
+        start = thread_time()
         output = forward(*args, **kwargs)
         if has_loss(output):
             return output
-        mask, ids = self._answers.mask_in(given), given.get("input_ids")
+        mask, ids = self._answers.mask_in(given), ids_in(given)
         sized = next((one for one in (mask, ids) if isinstance(one, Tensor) and one.dim() == 2), None)
         batch = 0 if sized is None else len(sized)
         if self._rows is None and mask is not None:
-            self._account.record(tokens_in(mask), batch, perf_counter() - start, reused=False)
+            self._account.record(tokens_in(mask), batch, thread_time() - start, reused=False)
         now = self.account.learns
         if not batch or not (now or self.deferred.room):
             return output
-        start, places = perf_counter(), self._drawn(batch)
+        start, places = thread_time(), self._drawn(batch)
         # With records beside, the output may come from some of them.
         exact = None if self._rows is not None else self._read(output, mask)
         compare = partial(self._compare, keys_of(ids, mask, places), exact, None)
         if now:
             compare(_part(forward, inputs, mask, places, batch, compare))
-            self.account.spend(perf_counter() - start)
+            self.account.spend(thread_time() - start)
         else:
             self.deferred.add(forward, inputs, mask, places, batch, compare)
         return output
@@ -343,9 +350,8 @@ def keys_of(ids: Any, mask: Tensor | None, places: Sequence[int]) -> dict[int, i
     """Return a number for each input, by its place in the batch, that equal inputs share; None: there are no ids."""
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return dict.fromkeys(places)
-    lengths = mask.count_nonzero(1).tolist() if mask is not None and mask.dim() == 2 else [ids.shape[1]] * len(ids)
-    rows = ids.numpy()
-    return {place: hash(np.ascontiguousarray(rows[place, : lengths[place]]).tobytes()) for place in places}
+    rows, own = ids.numpy(), None if mask is None or mask.dim() != 2 else mask.numpy() != 0  # padding may be left
+    return {place: hash((rows[place] if own is None else rows[place][own[place]]).tobytes()) for place in places}
 
 
 def speed_of(engine: Engine, host: nn.Module, exact: Packed, rounded: Packed) -> float:

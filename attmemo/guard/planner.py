@@ -13,7 +13,7 @@ from torch import Tensor
 from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
-from attmemo.guard.guard import Guard
+from attmemo.guard.guard import ALL, Guard
 from attmemo.guard.repeats import Repeats
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
@@ -227,7 +227,7 @@ class GuardedPlanner(RowPlanner):
 
     def _expect(self, asked: Asked, found: RowPlan) -> None:
         """Note how much could be reused: each answer that changed makes a proof take as many samples again."""
-        alike = found.evidence >= Evidence.UNKNOWN
+        alike = found.evidence >= (Evidence.SAME if self.guard.equal_only else Evidence.UNKNOWN)
         saved = int((asked.lengths - found.computed)[alike].sum())
         self.times.expect(saved / len(asked.tokens) / (1 + self.guard.certificate.counts.changed))
 
@@ -238,6 +238,8 @@ class GuardedPlanner(RowPlanner):
 
     def _most(self, asked: Asked, found: RowPlan) -> int:
         """How many of these inputs may be verified at once: those pay that take few rows, more of them."""
+        if self.times.always:
+            return ALL
         tried = (found.evidence >= Evidence.UNKNOWN) & (found.evidence < Evidence.SAME)
         each = float((found.computed[tried] / asked.lengths[tried]).mean()) + AROUND if tried.any() else 1.0
         owed = 0.0 if self._store is None else self._store.waits()
@@ -298,7 +300,7 @@ class GuardedPlanner(RowPlanner):
         verified, found = asking.where(Verdict.SAMPLE, Verdict.LEARN), asking.plan
         again = 0 if found is None else int(found.computed[verified].sum())
         self.times.record(asking.tokens, asking.sequences, seconds, found is not None, len(verified) + kept, again)
-        if verified and (highest := self.guard.certificate.highest) <= FALLS * self._tried_at:
+        if verified and (highest := self.guard.rate()) <= FALLS * self._tried_at:
             self._tried_at = highest
             self.times.try_again()
 
@@ -313,7 +315,7 @@ class GuardedPlanner(RowPlanner):
 
     def _needs(self, asked: Asked) -> Ints:
         found = self.planned(asked, self._candidates(asked))
-        least = Evidence.FREELY if self.guard.certificate.affords() else Evidence.SAME
+        least = Evidence.FREELY if self.guard.affords() else Evidence.SAME
         return np.where(found.evidence >= least, found.computed, asked.lengths)
 
     def _candidates(self, asked: Asked) -> Candidates:

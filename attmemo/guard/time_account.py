@@ -173,7 +173,7 @@ class TimeAccount:
             if not reused:
                 size.whole.record(seconds / tokens)
                 self._request.record(seconds / sequences)
-            if not size.is_known:
+            if not size.is_known or not size.whole.mean:  # a clock may be too coarse for a small model
                 return
             usual = tokens * size.whole.mean
             saved, cost = usual - min(seconds, _WILD * usual), 0.0

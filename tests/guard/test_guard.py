@@ -188,8 +188,8 @@ class TestGuard:
 
     def test_before_any_sample_nothing_that_changed_is_served(self) -> None:
         guard = Guard(0.01, 0.95)
-        verdicts = guard.decide([Evidence.FULLY, Evidence.FREELY, Evidence.UNKNOWN, Evidence.NONE] * ALIKE)
-        assert verdicts == [Verdict.SAMPLE, Verdict.SAMPLE, Verdict.LEARN, None] * ALIKE
+        verdicts = guard.decide([Evidence.FULLY, Evidence.FREELY, Evidence.UNKNOWN, Evidence.NONE] * 20)
+        assert verdicts == [Verdict.SAMPLE, Verdict.SAMPLE, Verdict.LEARN, None] * 20
         assert guard.state().name == "learning"
 
     def test_the_same_input_is_served_at_once(self) -> None:

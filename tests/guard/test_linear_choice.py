@@ -16,9 +16,10 @@ from packed_models import MODELS, Inputs, batch, pair
 from torch import Tensor, nn
 
 from attmemo import memoize
+from attmemo.forward.batch_slices import ids_in
 from attmemo.guard import linear_choice
 from attmemo.guard.certificate import Certificate, highest_rate
-from attmemo.guard.linear_choice import AT_ONCE, MOST
+from attmemo.guard.linear_choice import AT_ONCE, MOST, keys_of
 from attmemo.guard.margin import ROUNDED, Margin
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
@@ -361,3 +362,17 @@ def test_a_model_whose_answers_cannot_be_compared_stays_exact(caplog: pytest.Log
     model = memoize(Random().eval(), budget=0.01)
     assert model.attmemo.stats()["linear_choice"] is None
     assert "nothing can be compared" in caplog.text
+
+
+def test_inputs_that_differ_behind_padding_have_keys_of_their_own() -> None:
+    ids = torch.tensor([[0, 0, 0, 5, 6], [0, 0, 0, 5, 7], [5, 6, 0, 0, 0]])
+    keys = keys_of(ids, (ids != 0).long(), range(3))
+    assert keys[0] != keys[1], "the padding is on the left"
+    assert keys[0] == keys[2]
+
+
+def test_token_ids_are_found_inside_of_features_too() -> None:
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    assert ids_in({"features": {"input_ids": ids}}) is ids
+    assert ids_in({"input_ids": ids}) is ids
+    assert ids_in({"pixel_values": ids}) is None

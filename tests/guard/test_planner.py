@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attmemo.guard.guard import ALL
 from attmemo.guard.planner import AROUND, UNKNOWN, GuardedPlanner
 from attmemo.kernels.plan import Evidence
 from attmemo.rows.planner import Asked
@@ -16,13 +17,16 @@ from attmemo.rows.planner import Asked
 KINDS = [Evidence.FULLY, Evidence.UNKNOWN, Evidence.NONE, Evidence.UNSURE, Evidence.ROUNDED, Evidence.FREELY]
 
 
-def planner(*, always: bool = False, requests: float = math.inf, changed: int = 0) -> Any:
+def planner(
+    *, always: bool = False, requests: float = math.inf, changed: int = 0, equal_only: bool = False
+) -> Any:
     """As much of a planner as decides what is learned."""
     told: list[float] = []
     times = SimpleNamespace(always=always, afford=lambda owed: max(requests - owed, 0.0), expect=told.append)
     certificate = SimpleNamespace(counts=SimpleNamespace(changed=changed))
     store = SimpleNamespace(waits=lambda: 0.5)
-    return SimpleNamespace(times=times, _store=store, guard=SimpleNamespace(certificate=certificate), told=told)
+    guard = SimpleNamespace(certificate=certificate, equal_only=equal_only)
+    return SimpleNamespace(times=times, _store=store, guard=guard, told=told)
 
 
 def new_of(evidence: list[Evidence], served: list[int], tried: dict[int, Any], **options: Any) -> list[int]:
@@ -69,3 +73,14 @@ def test_the_loan_is_what_records_could_supply_and_less_with_each_changed_answer
     kinds = [Evidence.FULLY, Evidence.UNKNOWN, Evidence.NONE, Evidence.SAME]
     GuardedPlanner._expect(one, asked_of(10, 20, 30, 40), plan_of(kinds, [5, 15, 30, 0]))
     assert one.told == [pytest.approx((5 + 5 + 40) / 100 / (1 + changed))]
+
+
+def test_where_only_equal_inputs_are_reused_others_bring_no_loan() -> None:
+    one = planner(equal_only=True)
+    GuardedPlanner._expect(one, asked_of(10, 30), plan_of([Evidence.FULLY, Evidence.SAME], [5, 0]))
+    assert one.told == [pytest.approx(30 / 40)]
+
+
+def test_without_an_account_all_may_be_verified() -> None:
+    found = plan_of([Evidence.UNKNOWN] * 40, [10] * 40)
+    assert GuardedPlanner._most(planner(always=True), asked_of(*[10] * 40), found) == ALL

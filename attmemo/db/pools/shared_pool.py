@@ -271,6 +271,8 @@ class SharedPool(Pool):
                     changed = draft.touched or draft.removed or draft.segments.keys() != self._segments.keys()
                     if changed:
                         with storing(self.path):
+                            if self.filling.sealed:  # before, too: who is killed in between leaves no old edition
+                                replace(self.filling, edition=uuid.uuid4().hex).write(self.path)
                             self._store(transaction, draft)
                     seen = transaction.id()
             except BaseException:

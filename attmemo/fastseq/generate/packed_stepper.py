@@ -80,6 +80,8 @@ class PackedStepper:
 
     def __init__(self, stepper: Stepper, packed: PackedDecoder, span: int) -> None:
         self.stepper, self.packed, self.span = stepper, packed, span
+        # Drafts must not ask for positions that the model has no vectors of.
+        self._last = min(span, int(getattr(stepper.model.config, "max_position_embeddings", None) or span))
         self.state, self.rows_each, self.samples = stepper.state, stepper.rows_each, stepper.samples
         stack = packed.stack.blocks
         rows = self.samples * self.rows_each
@@ -187,7 +189,7 @@ class PackedStepper:
         if self._drafted:
             self._share += _WEIGHT * ((self._right > 0) - self._share)
         wanted = min(self._right + 1, MOST_ROWS - 1) if self._drafted else MOST_ROWS - 1
-        count = min(wanted, self.span - int(self.positions) - 1) if self._share > _FEWEST_RIGHT else 0
+        count = min(wanted, max(self._last - int(self.positions) - 1, 0)) if self._share > _FEWEST_RIGHT else 0
         words = torch.tensor([word])
         for place in range(count):
             hidden = self._pass(draft, words[-1:], self.positions + place, 1)
