@@ -187,7 +187,8 @@ def _check_rows(out: Output, db: Path) -> tuple[int, list[Finding]]:
     from attmemo.db.namespaces import all_of
     from attmemo.db.pools import maintenance as upkeep
 
-    records, found = 0, list[Finding]()
+    records = 0
+    found: list[Finding] = []
     for folder in all_of(db):
         with closing(filling.opened(folder, fills=False)) as pool:
             records += len(pool)

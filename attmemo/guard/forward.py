@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from attmemo.forward.batch_slices import has_loss, ids_in, put, shallow, take, tokens_in
+from attmemo.forward.batch_slices import has_loss, put, shallow, take, tokens_in
 from attmemo.forward.context import NOTHING, Forward, Outcome
 from attmemo.forward.engine import Engine
 from attmemo.forward.row_usage import Observed
@@ -99,7 +99,7 @@ class Guarded:
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and (running is None or running.is_plain):
-                self.planner.note_repeats(ids_in(given), mask)
+                self.planner.note_repeats(given, mask)
                 why = self._reason_to_leave(tokens := tokens_in(mask), len(mask))
                 if why is not None:
                     self._engine.counters.skip(why, len(mask))

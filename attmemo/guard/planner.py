@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from attmemo.forward.batch_slices import ids_in
 from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
@@ -31,6 +32,8 @@ FIRST: Final = 4
 """Sequences of a forward that may become records before it is known what a request takes."""
 UNKNOWN: Final = 2
 """Sequences of a forward with unknown changes that may become records."""
+LOOKS: Final = 2
+"""One of so many forwards is compared with those before, to see how much is asked again."""
 AROUND: Final = 0.15
 """Requests without reuse that a verification costs, about, beside the rows that it computes."""
 FALLS: Final = 0.7
@@ -163,7 +166,7 @@ class GuardedPlanner(RowPlanner):
         self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store
         self._tried_before: set[int] = set()  # hashes of inputs whose records were tried while no request ran
         self.times = TimeAccount(always=not gated)
-        self.repeats = Repeats()
+        self.repeats, self._forwards = Repeats(), 0
         self._tried_at = 1.0  # the bound of changed answers, when it was tried last what records save
         if store is not None:
             store.pay_from(self.times)
@@ -198,7 +201,8 @@ class GuardedPlanner(RowPlanner):
             return Whole.plan(self, layer, call, spans, forward)
         found, looked = self._look_up(asked, asking)
         evidence = found.evidence
-        self._expect(asked, found)
+        if not self.times.always:
+            self._expect(asked, found)
         most = self._most(asked, found) if self.learns_at_once(asking) else 0
         asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room, most)
         self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
@@ -231,10 +235,12 @@ class GuardedPlanner(RowPlanner):
         saved = int((asked.lengths - found.computed)[alike].sum())
         self.times.expect(saved / len(asked.tokens) / (1 + self.guard.certificate.counts.changed))
 
-    def note_repeats(self, ids: Any, mask: Tensor) -> None:
-        """See how much of these tokens ``[B, L]`` was asked before: learning is lent so much."""
-        self.repeats.look(ids, mask)
-        self.times.repeats(self.repeats.share)
+    def note_repeats(self, given: Mapping[str, Any], mask: Tensor) -> None:
+        """See how much of the arguments, with this mask ``[B, L]``, was asked before: learning is lent so much."""
+        self._forwards += 1
+        if self._forwards % LOOKS == 1 and not self.times.always:
+            self.repeats.look(ids_in(given), mask)
+            self.times.repeats(self.repeats.share)
 
     def _most(self, asked: Asked, found: RowPlan) -> int:
         """How many of these inputs may be verified at once: those pay that take few rows, more of them."""

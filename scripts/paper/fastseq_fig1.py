@@ -31,7 +31,7 @@ def _profile(run: Run) -> Found:
     shape, length, new, batch = run.size(("bart-large", 512, 50, 4), ("tiny", 8, 3, 2))
     torch.manual_seed(0)
     model: Any = SHAPES[shape]().eval()
-    tokenizer = make_tokenizer(model.config.vocab_size, "right")
+    tokenizer = make_tokenizer(model.config)
     ids = torch.randint(len(SPECIAL), model.config.vocab_size, (batch, length))
     settings: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids), "num_beams": 4, "max_new_tokens": new, "min_new_tokens": new,

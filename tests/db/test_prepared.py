@@ -224,7 +224,7 @@ def test_check_finds_every_damaged_record(tmp_path: Path) -> None:
     path = build(tmp_path / "db", *range(40))
     for number in (3, 29):
         damage(open_prepared(path).records[number])
-    assert "2 of 40 records are damaged" in (said := refuse("check", path))
+    assert "2 findings in 40 records" in (said := refuse("check", path))
     assert "restore the database from a copy" in said
 
 

@@ -33,7 +33,7 @@ from guarded import (  # fmt: skip
 )
 from packed_models import NEAR, batch, gap, last, rows_database, valid
 
-from attmemo import AdapterCheckError, Database, memoize, unmemoize
+from attmemo import AdapterCheckError, memoize, unmemoize
 from attmemo.errors import AnswerError
 from attmemo.forward.hooks import ModelHook
 from attmemo.guard.answer_hook import AnswerHook
@@ -535,13 +535,3 @@ class TestHooks:
         memoize(model, reuse="none")
         assert model.attmemo.stats()["guard"] is None
         assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
-
-
-def test_a_database_that_is_closed_costs_no_request(classifier: Case, tmp_path: Path) -> None:
-    path = rows_database(classifier.bare, [BASE], tmp_path / "db")
-    with Database(path) as database:
-        model = guarded(classifier.bare, database)
-        run(model, BASE)
-        assert done(model) == {"repeated": 6}
-    assert gap(run(model, BASE).logits, run(classifier.exact, BASE).logits) <= NEAR
-    assert sum(model.attmemo.stats()["failures"].values()) > 0

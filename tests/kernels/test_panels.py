@@ -238,7 +238,7 @@ def native_call(arithmetic: int, **changed: Any) -> None:
     [
         {"sizes": (-1, 8, 5, 0, 0, False)}, {"sizes": (3, 0, 5, 0, 0, False)}, {"sizes": (3, 65537, 5, 0, 0, False)},
         {"sizes": (3, 8, 0, 0, 0, False)}, {"sizes": (3, 8, 2**60, 0, 0, False)}, {"sizes": (3, 8, 5, 1, 0, False)},
-        {"sizes": (3, 8, 5, 3, 0, False)}, {"sizes": (3, 8, 5, 0, 6, False)}, {"sizes": (3, 8, 5, 0, -1, False)},
+        {"sizes": (3, 8, 5, 3, 0, False)}, {"sizes": (3, 8, 5, 0, 7, False)}, {"sizes": (3, 8, 5, 0, -1, False)},
         {"sizes": (3, 65, 5, 0, 0, False)}, {"sizes": (3, 8, 65, 0, 0, False)}, {"flags": (3, 1, "")},
         {"flags": (-1, 1, "")},
         {"weights": (bytes(64 * 64), *columns(1, last=63))}, {"weights": (bytes(64 * 64 - 1), *columns(1))},

@@ -41,7 +41,7 @@ STATS = {
     "enabled", "reuse", "database", "folder", "threshold", "sequences", "reused", "repeated", "served", "tokens",
     "rows_computed", "share_computed", "ms_lookup", "ms_plan", "ms_fetch", "ms_blocks", "not_looked_up", "ineligible",
     "failures", "failed", "weight_bytes", "first_row", "records", "record_bytes", "offered", "guard", "linear",
-    "linear_choice", "pays", "rows_afterwards", "prefixes", "shadow",
+    "linear_choice", "pays", "rows_afterwards", "prefixes", "local", "shadow",
 }  # fmt: skip
 
 

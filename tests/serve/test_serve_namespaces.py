@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import pytest
@@ -45,11 +46,15 @@ def test_namespaces_answer_as_one_would(model: str) -> None:
         bodies = [{"inputs": f"{TEXT} {number % 5}"} for number in range(40)]
         expected = [live.post("/predict", body | {"reuse": "off"}).json for body in bodies]
 
-        def ask(number: int) -> object:
+        def ask(number: int) -> Any:
             return live.post("/predict", bodies[number], x_attmemo_namespace=f"tenant {number % 3}").json
 
         with ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(ask, range(40))) == expected
+            found = list(pool.map(ask, range(40)))
+        # The head is torch's own, in float32: its last bits depend on what else is in a batch.
+        for one, other in zip(found, expected, strict=True):
+            assert [entry["label"] for entry in one] == [entry["label"] for entry in other]
+            assert [entry["score"] for entry in one] == pytest.approx([entry["score"] for entry in other], rel=1e-6)
         spaces = live.service.model.handle.namespaces()
         assert sorted(spaces) == ["tenant 0", "tenant 1", "tenant 2"]
         assert sum(found["sequences"] for found in spaces.values()) == 40
