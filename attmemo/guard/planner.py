@@ -240,7 +240,7 @@ class GuardedPlanner(RowPlanner):
         self._forwards += 1
         if self._forwards % LOOKS == 1 and not self.times.always:
             self.repeats.look(ids_in(given), mask)
-            self.times.repeats(self.repeats.share)
+            self.times.repeats(self.repeats.share / (1 + self.guard.certificate.counts.changed))
 
     def _most(self, asked: Asked, found: RowPlan) -> int:
         """How many of these inputs may be verified at once: those pay that take few rows, more of them."""

@@ -27,7 +27,7 @@ changes."""
 LENT: Final = 64.0
 """Requests without reuse whose time is lent to learning where records could supply all rows; where they could supply a
 part, a part of it. Reuse pays it back."""
-SEED: Final = 48.0
+SEED: Final = 32.0
 """The same where all that is asked was asked before, word for word: for the first records."""
 REPEATED: Final = 0.3
 """Share of what is asked that was asked before from which on this is lent: of logs .5 to .9, of free text .1."""
