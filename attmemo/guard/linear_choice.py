@@ -200,7 +200,7 @@ class LinearChoice:
         batch = 0 if sized is None else len(sized)
         if self._rows is None and mask is not None:
             self._account.record(tokens_in(mask), batch, thread_time() - start, reused=False)
-        now = self.account.learns
+        now = self.account.has_own
         if not batch or not (now or self.deferred.room):
             return output
         start, places = thread_time(), self._drawn(batch)

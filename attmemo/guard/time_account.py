@@ -120,6 +120,12 @@ class TimeAccount:
         with self._lock:
             return self._learns
 
+    @property
+    def has_own(self) -> bool:
+        """Whether there is something left that was not lent: what never pays a loan back takes none."""
+        with self._lock:
+            return self.always or (self._learns and self.balance is not None and self.balance > 0.0)
+
     def afford(self, owed: float = 0.0) -> float:
         """Return how many requests without reuse may take their time again, to learn, once `owed` seconds are paid."""
         with self._lock:

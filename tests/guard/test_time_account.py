@@ -129,6 +129,7 @@ def test_what_records_could_save_is_lent_and_no_more() -> None:
     for _ in range(100):
         account.expect(0.5)
     assert account.learns
+    assert not account.has_own
     assert account.afford() == pytest.approx(0.5 * LENT, rel=0.01)
     account.spend(0.5 * LENT / SEQUENCES)
     assert not account.learns
