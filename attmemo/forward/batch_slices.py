@@ -9,18 +9,22 @@ import numpy as np
 from torch import Tensor
 
 
-def mask_in(given: Mapping[str, Any], name: str = "attention_mask") -> Tensor | None:
-    """The attention mask, or another tensor of this name, among the arguments, also inside of a dict of features."""
+def mask_in(given: Mapping[str, Any]) -> Tensor | None:
+    """The attention mask among the arguments, also inside of a dict of features."""
+    return _tensor_in(given, "attention_mask")
+
+
+def ids_in(given: Mapping[str, Any]) -> Tensor | None:
+    """The token ids among the arguments, also inside of a dict of features."""
+    return _tensor_in(given, "input_ids")
+
+
+def _tensor_in(given: Mapping[str, Any], name: str) -> Tensor | None:
     found = given.get(name)
     for value in given.values():
         if found is None and isinstance(value, Mapping):
             found = value.get(name)
     return found if isinstance(found, Tensor) else None
-
-
-def ids_in(given: Mapping[str, Any]) -> Tensor | None:
-    """The token ids among the arguments, also inside of a dict of features."""
-    return mask_in(given, "input_ids")
 
 
 def tokens_in(mask: Tensor) -> int:

@@ -105,7 +105,7 @@ class Guarded:
                     self._engine.counters.skip(why, len(mask))
                     learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
                     return self._left(forward, args, kwargs, tokens, mask, range(len(mask) if learns else 0))
-            return self._guarded(forward, given, args, kwargs)
+            return self._guarded(forward, args, kwargs, mask)
         finally:
             self.deferred.ended()
 
@@ -148,7 +148,7 @@ class Guarded:
         return output
 
     def _guarded(
-        self, forward: Model, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None
     ) -> Any:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
@@ -170,7 +170,7 @@ class Guarded:
             return output
         asking.serve_only(done.served)  # a record could not be read: an exact answer proves nothing
         try:
-            return self._checked(forward, inputs, output, self.answers.mask_in(given), done, gives_out, asking)
+            return self._checked(forward, inputs, output, mask, done, gives_out, asking)
         finally:
             self._settle(asking)
             self._offer(done.offers, asking, perf_counter() - start)
