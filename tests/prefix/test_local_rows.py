@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import GEMMA, SIZES, _make
 from packed_models import GATED, MODELS, NEAR, gap
-from prefix_models import ARITHMETICS, Ids, answer, batch_of, random_ids
+from prefix_models import ARITHMETICS, Ids, answer, batch_of, random_ids, rows_of
 
 from attmemo import UnsupportedModelError, memoize
 from attmemo.errors import ArgumentError
@@ -60,15 +60,6 @@ def edited(rng: np.random.Generator, text: Ids) -> Ids:
     )
     found: Ids = kinds[rng.integers(len(kinds))]()[:400]
     return found if len(found) else new
-
-
-def rows_of(model: Any) -> int:
-    """Rows computed since the last time; nothing went wrong."""
-    stats = model.attmemo.stats()
-    model.attmemo.reset_stats()
-    assert not stats["failures"]
-    assert not stats["ineligible"]
-    return int(stats["rows_computed"])
 
 
 @pytest.mark.parametrize(("name", "place"), [(name, place) for place, name in enumerate(LOCAL)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from children import in_child
 from packed_models import MODELS, NEAR, VOCABULARY, gap
-from prefix_models import ARITHMETICS, CAUSAL, answer, batch_of, family_of, make, random_ids, whole
+from prefix_models import ARITHMETICS, CAUSAL, answer, batch_of, family_of, make, random_ids, rows_of, whole
 
 from attmemo import UnsupportedModelError, memoize, unmemoize
 from attmemo.errors import ArgumentError
@@ -26,15 +26,6 @@ def texts_of(seed: int, count: int = 6, kept: int = 70) -> list[Any]:
     rng = np.random.default_rng(seed)
     policy = random_ids(rng, kept)
     return [np.concatenate([policy, random_ids(rng, int(rng.integers(1, 40)))]) for _ in range(count)]
-
-
-def rows_of(model: Any) -> int:
-    """Rows computed since the last time; nothing went wrong."""
-    stats = model.attmemo.stats()
-    model.attmemo.reset_stats()
-    assert not stats["failures"]
-    assert not stats["ineligible"]
-    return int(stats["rows_computed"])
 
 
 @pytest.mark.parametrize(("name", "place"), [(name, place) for place, name in enumerate(CAUSAL)])

@@ -70,3 +70,12 @@ def answer(model: Any, inputs: Inputs) -> Tensor:
         found = model(**inputs)
     states: Tensor | None = getattr(found, "last_hidden_state", None)
     return found.logits if states is None else states[inputs["attention_mask"].bool()]
+
+
+def rows_of(model: Any) -> int:
+    """Rows computed since the last time; nothing went wrong."""
+    stats = model.attmemo.stats()
+    model.attmemo.reset_stats()
+    assert not stats["failures"]
+    assert not stats["ineligible"]
+    return int(stats["rows_computed"])
