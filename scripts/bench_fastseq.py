@@ -83,18 +83,19 @@ SPECIAL_IDS: Final = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 """Tokens of all shapes."""
 
 
+def sizes_of(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> dict[str, int]:
+    """Of BART and what is built like it: encoder and decoder are alike."""
+    return {
+        "vocab_size": vocabulary, "d_model": width, "max_position_embeddings": positions,
+        **{f"{part}_{what}": size for part in ("encoder", "decoder")
+           for what, size in (("layers", layers), ("attention_heads", heads), ("ffn_dim", 4 * width))},
+    }  # fmt: skip
+
+
 def bart(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Any:
     return BartForConditionalGeneration(
         BartConfig(
-            vocab_size=vocabulary,
-            d_model=width,
-            encoder_layers=layers,
-            decoder_layers=layers,
-            encoder_attention_heads=heads,
-            decoder_attention_heads=heads,
-            encoder_ffn_dim=4 * width,
-            decoder_ffn_dim=4 * width,
-            max_position_embeddings=positions,
+            **sizes_of(width, layers, heads, vocabulary, positions),
             **SPECIAL_IDS,
             decoder_start_token_id=2,
             forced_eos_token_id=None,
@@ -108,15 +109,7 @@ def marian(width: int, layers: int, heads: int, vocabulary: int, positions: int)
     last = vocabulary - 1
     model = MarianMTModel(
         MarianConfig(
-            vocab_size=vocabulary,
-            d_model=width,
-            encoder_layers=layers,
-            decoder_layers=layers,
-            encoder_attention_heads=heads,
-            decoder_attention_heads=heads,
-            encoder_ffn_dim=4 * width,
-            decoder_ffn_dim=4 * width,
-            max_position_embeddings=positions,
+            **sizes_of(width, layers, heads, vocabulary, positions),
             activation_function="swish",
             scale_embedding=True,
             bos_token_id=0,
