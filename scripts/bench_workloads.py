@@ -40,9 +40,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "budget at half load": {"budget": 0.01},
 }
 HALF = " at half load"
-TURN = 0.15
+TURN, HALF_TURN = 0.15, 1.0
 """Seconds of exact requests, about, that a way answers before it is another one's turn: a machine's speed may change
-within seconds."""
+within seconds. At half load more: work in pauses that is stopped in its midst gets a false idea of how long it takes.
+"""
 TOP = 10
 """Places of an order that count."""
 HALVES = ("first half", "second half")
@@ -147,15 +148,11 @@ class Way:
 def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[str, Any]:
     """All ways of one stream."""
     running = {name: Way(name, stream, shared, threads) for name in ways}
+    count = len(running["exact"].tokens)
+    for half in (False, True):
+        own = {name: way for name, way in running.items() if (HALF in name) is half}
+        _in_turns(own, "exact" + HALF * half, HALF_TURN if half else TURN, count)
     exact = running["exact"]
-    count = len(exact.tokens)
-    done, each = 0, 4
-    while done < count:
-        turn = range(done, min(done + each, count))
-        for name in ways if done % 2 else ways[::-1]:
-            running[name].ask(turn, statistics.median(exact.seconds or [0.03]))
-        done = turn.stop
-        each = round(TURN / statistics.median(exact.seconds)) | 1  # odd: ways take turns in beginning, too
     parts = dict(zip(HALVES, (slice(0, count // 2), slice(count // 2, count)), strict=True))
     found: dict[str, Any] = {"requests": count, "tokens": sum(exact.tokens)}
     for name, way in running.items():
@@ -169,6 +166,17 @@ def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[st
             "answers": len(pairs),
         } | order_kept(exact.scores, way.scores)
     return found
+
+
+def _in_turns(running: dict[str, Way], exact: str, seconds: float, count: int) -> None:
+    """Have these ways answer all requests, some in a turn, that take the exact way about so many seconds."""
+    names, done, each = list(running), 0, 4
+    while names and done < count:
+        turn = range(done, min(done + each, count))
+        for name in names if done % 2 else names[::-1]:
+            running[name].ask(turn, statistics.median(running[exact].seconds or [0.03]))
+        done = turn.stop
+        each = round(seconds / statistics.median(running[exact].seconds)) | 1  # odd: ways take turns in beginning, too
 
 
 def order_kept(exact: Sequence[Sequence[float]], given: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ nothing is lost but samples.
 from __future__ import annotations
 
 import os
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,8 +44,8 @@ IN_A_PAUSE: Final = 16
 """The same, at most, in a pause whose length is known."""
 FILLS: Final = 0.8
 """Share of such a pause that they probably take."""
-LEARNS: Final = 0.2
-"""Weight of the newest part in what a sequence takes."""
+LAST: Final = 5
+"""Parts of a kind that tell what a token takes: the median one, for some waited for a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,13 @@ class Part:
     places: Sequence[int]  # of these sequences in the batch
     stamp: object  # of the model (`Stamp`)
     compare: Callable[[Part], None]
+    kind: str  # parts of a kind take about as long for each token
     process: int = field(default_factory=os.getpid)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a sequence, in the mean; 1: not known."""
+        return 1.0 if self.mask is None else max(int(self.mask.count_nonzero()) / len(self.places), 1.0)
 
     def some(self, first: int, stop: int) -> Part:
         """Return a part with some of its sequences."""
@@ -96,9 +103,10 @@ class Deferred:
         self._hooks: Any = tuple([hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)])
         self._stamp = Stamp(model, frozenset() if watch is None else watch.weights)
         self._parts: deque[Part] = deque()
-        self._sequences, self._each = 0, 0.0  # that wait; seconds that one takes
+        self._sequences = 0  # that wait
+        self._each: dict[str, deque[float]] = {}  # seconds that a token takes, by kind of part
         self._lock, self._paying = ThreadLock(), ThreadLock()
-        self.idle = Idle(self._compare_one)
+        self.idle = Idle(self)
 
     def __len__(self) -> int:
         """Sequences that wait."""
@@ -119,7 +127,7 @@ class Deferred:
 
     def add(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
-        compare: Callable[[Part], None],
+        compare: Callable[[Part], None], kind: str,
     ) -> None:  # fmt: skip
         """Have these sequences of a batch compared later, some at a time."""
         stamp = self._stamp.now() if self.model is not None and places else None
@@ -127,7 +135,7 @@ class Deferred:
             chosen = torch.tensor(places)
             own = take(_owned(inputs, batch), chosen, batch), None if mask is None else mask[chosen]
             with self._lock:
-                self._parts.append(Part(forward, *own, places, stamp, compare))
+                self._parts.append(Part(forward, *own, places, stamp, compare, kind))
                 self._sequences += len(places)
 
     def compare_all(self) -> None:
@@ -172,16 +180,28 @@ class Deferred:
             if part.process == os.getpid():
                 yield part
 
-    def _compare_one(self, seconds: float) -> bool:
-        """Take one part, in the thread for idle times, of so many seconds if that is known; whether there are more."""
-        most = AT_ONCE
-        if seconds and self._each:
-            most = min(max(int(FILLS * seconds / self._each), 1), IN_A_PAUSE)
+    def part_takes(self) -> float:
+        """Return the seconds that a sequence of the oldest part probably takes; 0: not known."""
+        with self._lock:
+            part = self._parts[0] if self._parts else None
+        return 0.0 if part is None else self._sequence_takes(part)
+
+    def _sequence_takes(self, part: Part) -> float:
+        last = self._each.get(part.kind)
+        return statistics.median(last) * part.tokens if last else 0.0
+
+    def do_part(self, seconds: float) -> bool:
+        """Take some of the oldest part, in the thread for idle times; return whether there are more.
+
+        `seconds`: so many are left, if that is known.
+        """
+        each = self.part_takes()
+        most = min(max(int(FILLS * seconds / each), 1), IN_A_PAUSE) if seconds and each else AT_ONCE
         for part in self._taken(1, most):
             start = perf_counter()
             self._compare(part)
-            each = (perf_counter() - start) / len(part.places)
-            self._each += (LEARNS if self._each else 1.0) * (each - self._each)
+            taken = (perf_counter() - start) / (part.tokens * len(part.places))
+            self._each.setdefault(part.kind, deque(maxlen=LAST)).append(taken)
         return bool(self._parts)
 
     def _compare(self, part: Part) -> None:

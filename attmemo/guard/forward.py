@@ -10,9 +10,8 @@
       served, to be verified   ─► owed: computed exactly while no request runs
       exact, no record tried   ─► learned from: computed from records, or for records, while no request runs
 
-The model is run again as it is, head and all, on some sequences of its own arguments: so any head can be guarded, and
-what is verified is what would be served. Answers that are pooled from what the blocks gave need no second run. A
-verification that fails costs time, never an answer.
+The model is run again as it is, head and all, on some sequences of its own arguments: so any head can be guarded.
+Answers that are pooled from what the blocks gave need no second run. A failed verification costs time, no answer.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Guarded:
     deferred : Deferred
         What is compared while no request runs.
     shadow, log : Shadow, ChangeLog, optional
-        Counts what would have been reused: all answers are exact then. Has verified answers that had changed.
+        Counts what would have been reused, for all are exact then; has verified answers that had changed.
     """
 
     def __init__(
@@ -88,10 +87,9 @@ class Guarded:
     ) -> Any:
         """One forward of the model; `names` are those of its arguments."""
         given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("labels") is not None:  # a loss is one number for a batch: no part of it can be computed again
-            return forward(*args, **kwargs)
         running = self._engine.current.running.get()
-        if running is not None and running.repeats:  # a part of a request that was counted
+        again = running is not None and running.repeats  # a part of a request that was counted
+        if again or given.get("labels") is not None:  # a loss is one number for a batch: none of its parts can be had
             return forward(*args, **kwargs)
         self.deferred.began()
         try:
@@ -99,7 +97,7 @@ class Guarded:
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and (running is None or running.is_plain):
-                self.planner.note_repeats(given, mask)
+                self.planner.note_repeats(given, mask, self.deferred.idle.is_busy)
                 why = self._reason_to_leave(tokens := tokens_in(mask), len(mask))
                 if why is not None:
                     self._engine.counters.skip(why, len(mask))
@@ -162,6 +160,8 @@ class Guarded:
                 self._settle(asking)
                 raise
         done = opened.outcome
+        if (outer := self._engine.current.running.get()) is not None:  # 8-bit layers ask which answers are exact
+            outer.outcome = done
         hidden = self.answers.pooled_from(output) if done.beside else None
         gives_out = hidden is not None and done.last is not None and hidden.is_set_to(done.last)
         if asking.twice:  # no answer has a margin, and none can be verified
@@ -193,7 +193,7 @@ class Guarded:
             if len(seen.values) != asking.batch:
                 raise ValueError(f"{len(seen.values)} answers to {asking.batch} sequences")
             self.sureness.note(seen, done.offers)
-        except Exception as error:  # the check at memoize has seen an answer; this output is of another form
+        except Exception as error:  # an output of another form than at memoize's check
             self._failed("an answer could not be read", error)
             return self._whole(forward, inputs, output, asking)
         try:
@@ -242,7 +242,7 @@ class Guarded:
             asking.low |= low
         if owed:
             compare = partial(self._compare_owed, owed, self.guard, asking.epoch)
-            self._defer(forward, inputs, mask, list(owed), asking.batch, compare)
+            self._defer(forward, inputs, mask, list(owed), asking.batch, compare, "owed")
         return output
 
     def _learn_later(
@@ -260,11 +260,11 @@ class Guarded:
         except Exception as error:
             self._failed("an answer could not be read", error)
             return
-        self._defer(forward, inputs, mask, places, len(mask), partial(self._learn, seen, guard))
+        self._defer(forward, inputs, mask, places, len(mask), partial(self._learn, seen, guard), "learned")
 
     def _defer(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
-        compare: Callable[[Part], None],
+        compare: Callable[[Part], None], kind: str,
     ) -> None:  # fmt: skip
         """Have these sequences compared while no request runs; what fails then is counted."""
 
@@ -274,7 +274,7 @@ class Guarded:
             except Exception as error:
                 self._unverified(error)
 
-        self.deferred.add(forward, inputs, mask, places, batch, afterwards)
+        self.deferred.add(forward, inputs, mask, places, batch, afterwards, kind)
 
     def _offer(self, offers: Mapping[int, Offer], asking: Asking, seconds: float) -> None:
         """Have sequences kept, those that a record could have served only while there is room for them.

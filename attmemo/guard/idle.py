@@ -5,15 +5,15 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import statistics
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Final
+from typing import Final, Protocol
 
 from attmemo.kernels.omp_team import leave_team
 from attmemo.system.locking import ThreadLock
@@ -27,15 +27,27 @@ LONG: Final = 0.1
 GAPS: Final = 8
 """Pauses between requests that tell how long the next one is: the second shortest of them."""
 FIRST: Final = 0.01
-"""Seconds that the first part is expected to take; later as many as the last one took."""
-FADES: Final = 0.95
-"""With each request a part is expected to take so many times as long: one that took too long is not the last."""
+"""Seconds that a part is expected to take where its work does not know."""
+FADES: Final = 0.995
+"""With each request without a part, one is expected to take so many times as long: what once took too long is tried
+again, seldom, for it makes a request take longer."""
 NICE: Final = 5
 """Added to the thread's nice value: what else runs gets three quarters of a core that both want."""
 _LOOK: Final = 0.005  # seconds between two looks whether work may begin: requests that come and go wake nothing
 _SELDOM: Final = 0.05  # the same where pauses are too short: two hundred looks a second took 2 % of a core
+_FEW: Final = 2  # pauses that tell whether there are any
 PATIENCE: Final = 10.0
 """Seconds that a closing process waits for work that runs."""
+
+
+class Work(Protocol):
+    """What is to be done in idle times, part by part."""
+
+    def do_part(self, seconds: float) -> bool:
+        """Do a part; return whether there is more. So many seconds are probably left for it; 0: it is not known."""
+
+    def part_takes(self) -> float:
+        """Return the seconds that the next part takes at least; 0: they are not known."""
 
 
 class Idle:
@@ -49,13 +61,12 @@ class Idle:
 
     Parameters
     ----------
-    work : bound method
-        Does a part of the work, and says whether there is more. It is given the seconds that are probably left for it;
-        0: they are not known. Its object is not kept alive.
+    work : Work
+        It is not kept alive.
     """
 
-    def __init__(self, work: Callable[[float], bool]) -> None:
-        self._work, self._quiet = weakref.WeakMethod(work), QUIET
+    def __init__(self, work: Work) -> None:
+        self._work, self._quiet = weakref.ref(work), QUIET
         self._lock = ThreadLock()
         self._begin()
         own = weakref.ref(self)
@@ -69,7 +80,7 @@ class Idle:
     def _begin(self) -> None:
         self._running, self._ended = 0, monotonic()
         self._gaps: deque[float] = deque(maxlen=GAPS)
-        self._takes = FIRST  # seconds that a part is expected to take
+        self._since = 0  # requests since the last part
         self._signal = _Signal()
         self._thread: threading.Thread | None = None
         self._part = threading.Lock()  # held while a part is done, and while a fork is made
@@ -88,7 +99,7 @@ class Idle:
             if not self._running:
                 self._gaps.append(monotonic() - self._ended)
             self._running += 1
-            self._takes *= FADES
+            self._since += 1
 
     def ended(self) -> None:
         """A request has ended."""
@@ -116,15 +127,26 @@ class Idle:
             passed = monotonic() - self._ended
             if self._running or passed < self._quiet:
                 return self._quiet if self._running else self._quiet - passed
-            if passed + self._takes <= self._expected:
+            if passed + self._takes() <= self._expected:
                 return 0.0
             return max(max(LONG, self._quiet) - passed, 0.0)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether pauses between requests are too short for work, most of them, or none was seen yet."""
+        with self._lock:
+            return len(self._gaps) < _FEW or statistics.median(self._gaps) < self._quiet + self._takes()
 
     @property
     def look(self) -> float:
         """Seconds until it is to be seen again whether work may begin, at most."""
         with self._lock:
-            return _LOOK if self._quiet + self._takes <= self._expected else _SELDOM
+            return _LOOK if self._quiet + self._takes() <= self._expected else _SELDOM
+
+    def _takes(self) -> float:
+        """Seconds that a part is expected to take."""
+        work = self._work()
+        return ((0.0 if work is None else work.part_takes()) or FIRST) * FADES**self._since
 
     @property
     def _expected(self) -> float:
@@ -134,12 +156,10 @@ class Idle:
     def part(self) -> bool:
         """Do a part of the work; whether there is more."""
         with self._part:
-            start, work = monotonic(), self._work()
+            work = self._work()
             with self._lock:
-                left = max(self._ended + self._expected - start, 0.0)
-            more = work is not None and work(left)
-            self._takes = monotonic() - start
-            return more
+                self._since, left = 0, max(self._ended + self._expected - monotonic(), 0.0)
+            return work is not None and work.do_part(left)
 
     def close(self) -> None:
         """End the thread, after the part that it works at. Nothing is done any more."""

@@ -60,6 +60,8 @@ VERIFIED: Final = 64
 """Once 8 bits serve, one forward of so many is verified."""
 AT_ONCE: Final = 16
 """Sequences of a forward that are compared, chosen by chance."""
+KIND: Final = "8 bits"
+"""Of parts that are compared later."""
 
 
 class State(Enum):
@@ -192,7 +194,8 @@ class LinearChoice:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
         start = thread_time()
-        output = forward(*args, **kwargs)
+        with self._engine.open() as opened:
+            output = forward(*args, **kwargs)
         if has_loss(output):
             return output
         mask, ids = self._answers.mask_in(given), ids_in(given)
@@ -200,18 +203,17 @@ class LinearChoice:
         batch = 0 if sized is None else len(sized)
         if self._rows is None and mask is not None:
             self._account.record(tokens_in(mask), batch, thread_time() - start, reused=False)
-        now = self.account.has_own
+        now = self.account.has_own and self.deferred.idle.is_busy
         if not batch or not (now or self.deferred.room):
             return output
         start, places = thread_time(), self._drawn(batch)
-        # With records beside, the output may come from some of them.
-        exact = None if self._rows is not None else self._read(output, mask)
+        exact = None if opened.outcome.served else self._read(output, mask)  # of some, records gave the answer
         compare = partial(self._compare, keys_of(ids, mask, places), exact, None)
         if now:
             compare(_part(forward, inputs, mask, places, batch, compare))
             self.account.spend(thread_time() - start)
         else:
-            self.deferred.add(forward, inputs, mask, places, batch, compare)
+            self.deferred.add(forward, inputs, mask, places, batch, compare, KIND if exact else f"{KIND} and exact")
         return output
 
     def _drawn(self, batch: int) -> list[int]:
@@ -343,7 +345,7 @@ def _part(
     """Some sequences of a forward, to be compared at once."""
     chosen = torch.tensor(places)
     own = None if mask is None else mask[chosen]
-    return Part(forward, take(inputs, chosen, batch), own, places, None, compare)
+    return Part(forward, take(inputs, chosen, batch), own, places, None, compare, KIND)
 
 
 def keys_of(ids: Any, mask: Tensor | None, places: Sequence[int]) -> dict[int, int | None]:

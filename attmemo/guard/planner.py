@@ -235,9 +235,13 @@ class GuardedPlanner(RowPlanner):
         saved = int((asked.lengths - found.computed)[alike].sum())
         self.times.expect(saved / len(asked.tokens) / (1 + self.guard.certificate.counts.changed))
 
-    def note_repeats(self, given: Mapping[str, Any], mask: Tensor) -> None:
-        """See how much of the arguments, with this mask ``[B, L]``, was asked before: learning is lent so much."""
+    def note_repeats(self, given: Mapping[str, Any], mask: Tensor, busy: bool) -> None:
+        """See how much of the arguments, with this mask ``[B, L]``, was asked before: learning is lent so much.
+
+        `busy`: there are no pauses to learn in; else nothing is lent.
+        """
         self._forwards += 1
+        self.times.lends = busy
         if self._forwards % LOOKS == 1 and not self.times.always:
             self.repeats.look(ids_in(given), mask)
             self.times.repeats(self.repeats.share / (1 + self.guard.certificate.counts.changed))

@@ -91,10 +91,16 @@ class TimeAccount:
     ----------
     always : bool
         Always do both.
+
+    Attributes
+    ----------
+    lends : bool
+        Whether learning is lent something: where it has no idle times.
     """
 
     def __init__(self, always: bool = False) -> None:
         self.always = always
+        self.lends = True
         self.balance: float | None = None  # seconds; None: what they are worth is not known yet
         self._spends = False  # it was full enough, and something is left
         self._saved = 0.0  # seconds that reuse saved in all
@@ -138,6 +144,8 @@ class TimeAccount:
     @property
     def _lent(self) -> float:
         """Requests that are lent."""
+        if not self.lends:
+            return 0.0
         return LENT * self._alike + (SEED * self._repeated if self._repeated >= REPEATED else 0.0)
 
     def expect(self, share: float) -> None:

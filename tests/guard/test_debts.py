@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -298,7 +299,8 @@ class TestDeferred:
         model.eval()
         own = Deferred(model)
         if rows:
-            own.add(model, ((torch.arange(4.0 * rows).view(rows, 4),), {}), None, range(rows), rows, seen.append)
+            given = torch.arange(4.0 * rows).view(rows, 4)
+            own.add(model, ((given,), {}), None, range(rows), rows, seen.append, "owed")
         return model, own, seen
 
     def test_a_forward_is_taken_some_sequences_at_a_time_and_each_once(self) -> None:
@@ -313,18 +315,15 @@ class TestDeferred:
 
     def test_in_a_pause_of_known_length_as_many_are_taken_as_fit(self) -> None:
         _, own, seen = self.made(deferred.MOST)
-        own._each = 0.001
-        assert own._compare_one(0.01)
-        own._each = 0.001
-        assert own._compare_one(1.0)
-        own._each = 0.001
-        assert own._compare_one(0.0)
+        for seconds in (0.01, 1.0, 0.0):
+            own._each["owed"] = deque([0.001])
+            assert own.do_part(seconds)
         assert [len(part.places) for part in seen] == [8, IN_A_PAUSE, AT_ONCE]
 
     def test_what_all_sequences_share_is_copied_too(self) -> None:
         model, own, seen = self.made()
         shared = torch.ones(1, 4)
-        own.add(model, ((torch.ones(2, 4),), {"position_ids": shared}), None, [0, 1], 2, seen.append)
+        own.add(model, ((torch.ones(2, 4),), {"position_ids": shared}), None, [0, 1], 2, seen.append, "owed")
         shared.zero_()
         own.compare_all()
         assert seen[0].inputs[1]["position_ids"].sum() == 4
@@ -332,7 +331,7 @@ class TestDeferred:
     def test_what_the_caller_writes_into_its_arguments_afterwards_is_not_seen(self) -> None:
         model, own, seen = self.made()
         given = torch.ones(2, 4)
-        own.add(model, ((given,), {"attention_mask": given}), given, [0, 1], 2, seen.append)
+        own.add(model, ((given,), {"attention_mask": given}), given, [0, 1], 2, seen.append, "owed")
         given.zero_()
         own.compare_all()
         (part,) = seen
@@ -354,7 +353,7 @@ class TestDeferred:
         own.compare_all()
         assert not seen
         model.eval()
-        own.add(model, ((torch.ones(1, 4),), {}), None, [0], 1, seen.append)
+        own.add(model, ((torch.ones(1, 4),), {}), None, [0], 1, seen.append, "owed")
         own.compare_all()
         assert len(seen) == 1, "what came later is of this model"
 

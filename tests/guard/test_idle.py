@@ -21,9 +21,13 @@ class Worker:
 
     def __init__(self, parts: int = 1) -> None:
         self.parts, self.threads = parts, list[int]()
-        self.idle = Idle(self.work)
+        self.takes = 0.0
+        self.idle = Idle(self)
 
-    def work(self, _: float = 0.0) -> bool:
+    def part_takes(self) -> float:
+        return self.takes
+
+    def do_part(self, seconds: float) -> bool:
         self.threads.append(threading.get_ident())
         self.parts -= 1
         return self.parts > 0
@@ -60,14 +64,9 @@ class Clock:
 
 
 def after_requests(clock: Clock, gaps: Sequence[float], part: float) -> Worker:
-    """A worker that saw requests with these pauses before them, and a part of work that took so long."""
-
-    def work(_: float) -> bool:
-        clock.now += part
-        return True
-
+    """A worker that saw requests with these pauses before them, and whose parts take so long."""
     worker = Worker()
-    worker.idle._work = lambda: work  # type: ignore[assignment]
+    worker.takes = part
     worker.idle.part()
     worker.idle.ended()
     for gap in gaps:
@@ -95,25 +94,37 @@ def test_work_begins_early_only_if_it_will_end_before_the_next_request(monkeypat
         assert worker.idle.wait() == pytest.approx(LONG - 0.003), "pauses are not known, or often shorter"
 
 
+def test_who_has_pauses_for_work_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 0.002)
+    clock = Clock(monkeypatch)
+    assert after_requests(clock, [0.04], 0.02).idle.is_busy, "one pause says nothing"
+    assert not after_requests(clock, [0.04] * 2, 0.02).idle.is_busy
+    assert after_requests(clock, [0.001] * 2, 0.0005).idle.is_busy, "requests follow each other"
+    assert after_requests(clock, [0.04] * 3, 0.06).idle.is_busy, "no part fits"
+
+
 def test_a_part_that_took_longer_than_all_pauses_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "QUIET", 0.002)
     clock = Clock(monkeypatch)
     worker = after_requests(clock, [0.04] * GAPS, 0.2)
     clock.now += 0.003
     assert worker.idle.wait() > 0.0
-    worker = after_requests(clock, [0.04] * 5 * GAPS, 0.2)
+    worker = after_requests(clock, [0.04] * 50 * GAPS, 0.2)
     clock.now += 0.003
     assert worker.idle.wait() == 0.0
+    worker.idle.part()
+    assert worker.idle.wait() > 0.0, "once"
 
 
 def test_work_is_done_on_one_core_and_others_go_first() -> None:
-    worker, seen = Worker(), list[tuple[int, int]]()
+    seen = list[tuple[int, int]]()
 
-    def work(_: float) -> bool:
-        seen.append((torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-        return False
+    class Looking(Worker):
+        def do_part(self, seconds: float) -> bool:
+            seen.append((torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+            return False
 
-    worker.idle._work = lambda: work  # type: ignore[assignment]
+    worker = Looking()
     before = torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)
     worker.idle.wake()
     assert until(lambda: bool(seen))
@@ -216,15 +227,16 @@ def test_where_no_thread_can_be_had_work_stays_undone(monkeypatch: pytest.Monkey
 
 
 def test_a_fork_waits_for_the_part_that_is_done() -> None:
-    worker, inside, go = Worker(), threading.Event(), threading.Event()
+    inside, go = threading.Event(), threading.Event()
 
-    def slow(_: float) -> bool:
-        inside.set()
-        go.wait(10)
-        worker.threads.append(1)
-        return False
+    class Slow(Worker):
+        def do_part(self, seconds: float) -> bool:
+            inside.set()
+            go.wait(10)
+            self.threads.append(1)
+            return False
 
-    worker.idle._work = lambda: slow  # type: ignore[assignment]
+    worker = Slow()
     worker.idle.wake()
     assert inside.wait(10)
     threading.Timer(0.2, go.set).start()
