@@ -302,6 +302,22 @@ def test_rows_have_the_budget_alone_until_8_bits_serve_and_half_of_it_then() -> 
     assert stats["guard"]["changes_known"] == 2, "what left an answer as it was is not forgotten"
 
 
+@pytest.mark.usefixtures("faster")
+def test_a_proof_computes_exact_answers_again_only_where_records_gave_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = memoize(FAMILIES["BERT classifier"].make(), budget=0.1, gate=False, max_bytes=1 << 24)
+    own = model.attmemo.choice
+    again, beside = list[bool](), own._beside
+    monkeypatch.setattr(own, "_beside", lambda part, packed: again.append(packed is own.exact) or beside(part, packed))
+    inputs = next(batches(1))
+    answers(model, inputs)
+    assert again == [False]
+    assert model.attmemo.flush()
+    own._seen.clear()
+    answers(model, inputs)
+    assert model.attmemo.stats()["repeated"] == SIZE
+    assert again == [False, True, False]
+
+
 @pytest.mark.usefixtures("faster", "never_drawn")
 def test_records_of_8_bit_layers_serve_no_exact_ones() -> None:
     bare = FAMILIES["BERT classifier"].make()

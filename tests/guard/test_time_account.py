@@ -138,6 +138,20 @@ def test_what_records_could_save_is_lent_and_no_more() -> None:
     assert account.afford() == 0.0
 
 
+def test_nothing_is_lent_where_learning_has_idle_times() -> None:
+    account = TimeAccount()
+    Stream(account).run(10, 1.0)
+    account.spend(GIVEN / SEQUENCES)
+    account.lends = False
+    account.expect(1.0)
+    account.repeats(1.0)
+    assert not account.learns
+    assert account.afford() == 0.0
+    account.lends = True
+    account.expect(1.0)
+    assert account.learns
+
+
 def test_reuse_begins_again_once_it_pays() -> None:
     account = TimeAccount()
     Stream(account).run(1000, 1.5)
