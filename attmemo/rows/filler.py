@@ -32,7 +32,10 @@ DUE: Final = 0.4
 COST: Final = 2e-9
 """Seconds of work for each byte, before one was seen."""
 PIECE: Final = 0.00015
-"""Seconds of work, about: after so many the thread rests, also within an item."""
+"""Seconds of work, about: after so many the thread rests, also within an item. Such rests take a third of a record's
+time; so where forwards take long, a piece does, too."""
+OF_FORWARD: Final = 1 / 64
+"""Share of a forward that a piece takes, if that is longer."""
 LOOKING: Final = 0.1
 """Share of a core that a look gets at least: what was written is published soon."""
 LONGEST: Final = 0.3
@@ -225,7 +228,7 @@ class Filler(Generic[Item]):
     def breathe(self) -> None:
         """Rest within the work on an item, if it is time for that and no caller waits. In the thread only."""
         worked = time.thread_time() - self._begun
-        if worked < PIECE or self._hurries:
+        if worked < max(PIECE, OF_FORWARD * self.pace.forward_takes) or self._hurries:
             return
         with self._changed:
             self.pace.look()

@@ -50,12 +50,14 @@ class Pace:
         store fast takes more time than it saves.
     owed : float
         Seconds of rest that could not be taken yet.
+    forward_takes : float
+        Seconds that a forward takes lately.
     """
 
     def __init__(self) -> None:
         self.account: Account | None = None
         self.has_room = True
-        self._forward = 0.0  # seconds that a forward takes
+        self.forward_takes = 0.0
         self.begin()
 
     def begin(self) -> None:
@@ -74,12 +76,12 @@ class Pace:
         """Share of one core that the thread may take now."""
         share = SHARE
         if self.has_room and self.account is not None and self.account.learns:
-            share = max(SHARE, min(PAID, EACH / self._forward if self._forward else PAID))
+            share = max(SHARE, min(PAID, EACH / self.forward_takes if self.forward_takes else PAID))
         return share if self._busy else max(share, FREE)
 
     def forward(self, seconds: float) -> None:
         """A forward took so long. A count lost now and then does no harm."""
-        self._forward += (LEARNS if self._forward else 1.0) * (seconds - self._forward)
+        self.forward_takes += (LEARNS if self.forward_takes else 1.0) * (seconds - self.forward_takes)
 
     def look(self) -> None:
         """See how busy the process is."""
