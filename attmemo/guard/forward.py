@@ -36,13 +36,14 @@ from attmemo.guard.change_log import Case, ChangeLog
 from attmemo.guard.confidence import Sureness, known
 from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part, spare_of
 from attmemo.guard.guard import Guard
-from attmemo.guard.planner import Asking, GuardedPlanner
+from attmemo.guard.planner import Asking, GuardedPlanner, worth_of
 from attmemo.guard.pooled import Pooled
 from attmemo.guard.shadow import Shadow
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
 from attmemo.rows.candidate import Offer
 from attmemo.rows.live_store import GrowingRows
+from attmemo.rows.planner import Flags
 
 _LOG = logging.getLogger("attmemo")
 
@@ -82,9 +83,7 @@ class Guarded:
         self.rows_afterwards = 0  # computed to verify answers afterwards
         self._fails = 0  # verifications that failed, one behind the other
 
-    def __call__(
-        self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the model; `names` are those of its arguments."""
         given = dict(zip(names, args, strict=False)) | kwargs
         running = self._engine.current.running.get()
@@ -93,17 +92,17 @@ class Guarded:
             return forward(*args, **kwargs)
         self.deferred.began()
         try:
-            mask = self.answers.mask_in(given)
+            mask, worth = self.answers.mask_in(given), None
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and (running is None or running.is_plain):
-                self.planner.note_repeats(given, mask, self.deferred.idle.is_busy)
+                worth = self.planner.note_repeats(given, mask, self.deferred.idle.is_busy)
                 why = self._reason_to_leave(tokens := tokens_in(mask), len(mask))
                 if why is not None:
                     self._engine.counters.skip(why, len(mask))
                     learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
-                    return self._left(forward, args, kwargs, tokens, mask, range(len(mask) if learns else 0))
-            return self._guarded(forward, args, kwargs, mask)
+                    return self._left(forward, args, kwargs, tokens, mask, worth_of(worth, len(mask) if learns else 0))
+            return self._guarded(forward, args, kwargs, mask, worth)
         finally:
             self.deferred.ended()
 
@@ -146,12 +145,12 @@ class Guarded:
         return output
 
     def _guarded(
-        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None
+        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None, worth: Flags | None
     ) -> Any:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
         start, worked = perf_counter(), thread_time()
-        asking = Asking(room := self.deferred.room, spare_of(room))
+        asking = Asking(room := self.deferred.room, spare_of(room), worth=worth)
         with self._engine.open(asking=asking) as opened:
             try:
                 output = forward(*args, **kwargs)
@@ -204,8 +203,8 @@ class Guarded:
         try:
             self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
             if mask is not None and not self.planner.learns_at_once(asking) and self.guard.learns:
-                left = [place for place, one in enumerate(asking.verdicts)
-                        if one is Verdict.LEAVE or (one is None and place not in done.offers)]  # fmt: skip
+                left = [place for place, one in enumerate(asking.verdicts) if asking.is_worth(place)
+                        and (one is Verdict.LEAVE or (one is None and place not in done.offers))]  # fmt: skip
                 self._learn_later(forward, inputs, output, mask, left, self.guard, seen)
         except Exception as error:
             self._unverified(error)

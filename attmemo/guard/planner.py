@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from time import perf_counter
 from typing import Any, Final, Protocol
 
@@ -34,6 +34,8 @@ UNKNOWN: Final = 2
 """Sequences of a forward with unknown changes that may become records."""
 LOOKS: Final = 2
 """One of so many forwards is compared with those before, to see how much is asked again."""
+KNOWN: Final = 0.3
+"""Share of an input that was asked before from which on it becomes a record where each new record costs an old one."""
 AROUND: Final = 0.15
 """Requests without reuse that a verification costs, about, beside the rows that it computes."""
 FALLS: Final = 0.7
@@ -53,6 +55,8 @@ class Asking:
         In a replay of what was answered exactly: all records are tried, and sequences without one become records.
     decides : bool
         In such a replay the guard decides as it would have in the request.
+    worth : bool [B], optional
+        Sequences that are worth a record; by default all.
 
     Attributes
     ----------
@@ -71,8 +75,10 @@ class Asking:
         margin; and sequences whose answer a record changed.
     """
 
-    def __init__(self, room: int = 0, spare: int = 0, tries: bool = False, decides: bool = False) -> None:
-        self.room, self.spare, self.tries, self.decides = room, spare, tries, decides
+    def __init__(
+        self, room: int = 0, spare: int = 0, tries: bool = False, decides: bool = False, worth: Flags | None = None
+    ) -> None:  # fmt: skip
+        self.room, self.spare, self.tries, self.decides, self.worth = room, spare, tries, decides, worth
         self.tokens_asked: Tokens = np.zeros(0, np.int32)
         self.planned, self.batch = False, 0
         self.tokens = self.sequences = 0  # of the forward
@@ -100,6 +106,10 @@ class Asking:
             if sequence not in sequences:
                 self.exact.add(sequence)
                 self.verdicts[sequence] = None
+
+    def is_worth(self, sequence: int) -> bool:
+        """Return whether a sequence is worth a record."""
+        return self.worth is None or bool(self.worth[sequence])
 
     def evidence(self, sequence: int) -> Evidence:
         """Return how well the changes of a sequence are known."""
@@ -132,6 +142,10 @@ class Store(Protocol):
 
     def waits(self) -> float:
         """Return the seconds that it takes to store what was offered."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether records can be added and nothing has to go."""
 
     def awaiting(self, tokens: Tokens, starts: Ints) -> Flags:
         """Return of which sequences ``[B]`` a record may be on its way."""
@@ -210,7 +224,8 @@ class GuardedPlanner(RowPlanner):
         beside = {place: asking.reused(place) for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)}
         admitted: dict[int, Tokens] = {}
         if most or self.times.balance is None:
-            places = self._new(evidence, served, beside)[: most or FIRST]
+            places = self._new(evidence, served, beside)
+            places = (places if asking.worth is None else places[asking.worth[places]])[: most or FIRST]
             count = 0 if self._store is None else self._store.admit(asked.lengths[places])
             admitted = _rows_of(asked, places[:count])
         return plan_of(layer, spans, asked, found, served, admitted, beside)
@@ -235,16 +250,22 @@ class GuardedPlanner(RowPlanner):
         saved = int((asked.lengths - found.computed)[alike].sum())
         self.times.expect(saved / len(asked.tokens) / (1 + self.guard.certificate.counts.changed))
 
-    def note_repeats(self, given: Mapping[str, Any], mask: Tensor, busy: bool) -> None:
+    def note_repeats(self, given: Mapping[str, Any], mask: Tensor, busy: bool) -> Flags | None:
         """See how much of the arguments, with this mask ``[B, L]``, was asked before: learning is lent so much.
+
+        Return which sequences are worth a record, None: all. Where each new record costs an old one, those are whose
+        like was asked before: a flood of texts that never come again takes no place.
 
         `busy`: there are no pauses to learn in; else nothing is lent.
         """
         self._forwards += 1
         self.times.lends = busy
-        if self._forwards % LOOKS == 1 and not self.times.always:
-            self.repeats.look(ids_in(given), mask)
-            self.times.repeats(self.repeats.share / (1 + self.guard.certificate.counts.changed))
+        full = self._store is not None and not self._store.has_room
+        if not full and (self.times.always or self._forwards % LOOKS != 1):
+            return None
+        shares = self.repeats.look(ids_in(given), mask)
+        self.times.repeats(self.repeats.share / (1 + self.guard.certificate.counts.changed))
+        return None if shares is None or not full else shares >= KNOWN
 
     def _most(self, asked: Asked, found: RowPlan) -> int:
         """How many of these inputs may be verified at once: those pay that take few rows, more of them."""
@@ -345,6 +366,11 @@ class GuardedPlanner(RowPlanner):
         return self.index.plan(
             asked.tokens, asked.starts, candidates, self.rule, self.kinds, demand, guard.verified.table
         )
+
+
+def worth_of(worth: Flags | None, count: int) -> Sequence[int]:
+    """Return which sequences of a batch, of so many, are worth a record; None: all."""
+    return range(count) if worth is None else np.flatnonzero(worth[:count]).tolist()
 
 
 def _rows_of(asked: Asked, places: Ints) -> dict[int, Tokens]:

@@ -136,6 +136,11 @@ class GrowingRows(RowStore):
         """Return the seconds that it takes to store what was offered."""
         return self._filler.waits
 
+    @property
+    def has_room(self) -> bool:
+        """Whether records can be added and nothing has to go."""
+        return self.pool.has_room
+
     def pay_from(self, account: Account) -> None:
         """Let this account pay from now on for what is stored beside requests."""
         self._filler.pace.account = account

@@ -308,3 +308,25 @@ class TestVectors:
             assert (worst(seen, run(case.exact, BOTH), BOTH) <= NEAR) == compared
             assert ("below the margin" in done(model)) == compared
             assert not model.attmemo.stats()["failures"]
+
+
+class TestFlood:
+    def test_what_never_comes_again_takes_no_place_of_a_record_and_what_comes_again_does(
+        self, classifier: Case
+    ) -> None:
+        model = guarded(classifier.bare, max_bytes=1 << 17, budget=0.5)
+        store = model.attmemo.engine.reuse.store
+
+        def ask(seed: int) -> int:
+            """How many records a batch brings."""
+            before = store.kept["kept"]
+            run(model, batch([30] * 8, seed))
+            assert model.attmemo.flush()
+            return int(store.kept["kept"] - before)
+
+        seed = 0
+        while store.has_room:
+            assert ask(seed) == 8, "while there is room all are kept"
+            seed += 1
+        assert sum(ask(100 + number) for number in range(10)) == 0, "a flood"
+        assert ask(109) == 8, "it comes again"

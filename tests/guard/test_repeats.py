@@ -57,11 +57,25 @@ def test_padding_is_not_seen(left: bool) -> None:
 
 
 def test_a_table_that_fills_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "REMEMBERED", 1 << 10)
+    monkeypatch.setattr(repeats, "PLACES", 1 << 12)
     found = Repeats()
-    for number in range(10):
+    for number in range(50):
         found.look(*batch(number))
-    assert found.share < 0.5, "a full table would take all for repeated"
+    assert found.share < 0.2, "a full table would take all for repeated"
+    known = found.look(*batch(49))
+    assert known is not None
+    assert known.tolist() == [1.0] * 4, "the former one still counts"
+
+
+def test_the_known_share_of_each_sequence_is_told() -> None:
+    found, (ids, mask) = Repeats(), batch(1)
+    found.look(ids[:1], mask[:1])
+    mask[2, TOGETHER - 1 :] = 0
+    known = found.look(ids, mask)
+    assert known is not None
+    assert known[0] == 1.0
+    assert known[1] < 0.1
+    assert known[2] == 1.0, "it has too few tokens to say"
 
 
 @pytest.mark.parametrize("ids", [None, torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 9, 4)])
