@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from bench_rows import minilm_folder
 from transformers import AutoTokenizer
+from workloads import lines_of
 
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS, Kinds
+from attmemo.profiler.demo import model_path
 from attmemo.rows.index import DEFAULT, TokenIndex
 
 Tokens = npt.NDArray[np.int32]
@@ -58,7 +59,7 @@ class Record:
 
 @functools.cache
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(minilm_folder())
+    return AutoTokenizer.from_pretrained(model_path())
 
 
 def encoded(texts: Sequence[str], longest: int) -> list[Tokens]:
@@ -67,10 +68,9 @@ def encoded(texts: Sequence[str], longest: int) -> list[Tokens]:
 
 
 @functools.cache
-def lines_of(shared: Path, name: str) -> list[Tokens]:
+def log(shared: Path, name: str) -> list[Tokens]:
     """All lines of a log, in order of time."""
-    text = (shared / "data" / "loghub_2k" / f"{name}_2k.log").read_text(errors="replace")
-    return encoded([line.strip() for line in text.splitlines() if line.strip()], 256)
+    return encoded(lines_of(shared / "data", name), 256)
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def other_texts(shared: Path) -> list[Tokens]:
 def stream(shared: Path, kind: str) -> Requests:
     """All logs, interleaved; `kind` says with what beside them."""
     generator = np.random.default_rng(0)
-    logs = [lines_of(shared, name) for name in LOGS]
+    logs = [log(shared, name) for name in LOGS]
     turns = generator.permutation(np.repeat(np.arange(len(logs)), [len(lines) for lines in logs]))
     each = [iter(lines) for lines in logs]
     lines = [next(each[turn]) for turn in turns]
@@ -439,15 +439,15 @@ def in_batches(lines: Sequence[Tokens], size: int, again: bool) -> dict[str, Any
 def admission_case(shared: Path) -> dict[str, Any]:
     """Each log alone, without a bound."""
     found: dict[str, Any] = {}
-    for log in LINES:
-        lines = lines_of(shared, log)
-        found[log] = {
-            name: simulate([(line, True) for line in lines], kind(), Unbounded(ENDLESS))
-            for name, kind in ADMISSIONS.items()
+    for name in LINES:
+        lines = log(shared, name)
+        found[name] = {
+            stored: simulate([(line, True) for line in lines], kind(), Unbounded(ENDLESS))
+            for stored, kind in ADMISSIONS.items()
         }
-        found[log]["every miss, batches of 32"] = in_batches(lines, 32, again=False)
-        found[log]["the same, asked again before storing"] = in_batches(lines, 32, again=True)
-        print(log, {name: one["served"] for name, one in found[log].items()}, flush=True)
+        found[name]["every miss, batches of 32"] = in_batches(lines, 32, again=False)
+        found[name]["the same, asked again before storing"] = in_batches(lines, 32, again=True)
+        print(name, {stored: one["served"] for stored, one in found[name].items()}, flush=True)
     return found
 
 
