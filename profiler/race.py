@@ -170,9 +170,9 @@ class Race:
         self.kept: dict[str, list[Tensor]] = {name: [] for name in ways}
         self.failed: dict[str, str] = {}  # methods that broke off, and why
 
-    def warm_up(self, texts: Sequence[Tokens], *, without: Collection[str] = (ROWS, CACHE)) -> None:
-        """Ask every method once, uncounted; nothing is learned of these texts."""
-        self._ask([name for name in self._ways if name not in without], texts)
+    def warm_up(self, texts: Sequence[Tokens]) -> None:
+        """Ask every method that learns nothing once, uncounted."""
+        self._ask([name for name in self._ways if name not in (ROWS, CACHE)], texts)
 
     @property
     def guard(self) -> dict[str, Any] | None:

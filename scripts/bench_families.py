@@ -62,14 +62,8 @@ def bench_families(
 
     `families` are all by default; `long_lengths` are measured of decoders besides `lengths`; batches of more than
     `most_tokens` are left out. The one lookup of a forward is divided among `layers`, so few layers make it look dear.
-    The others are those of `bench_layer`.
-
-    Returns
-    -------
-    dict
-        ``rows``: ``family``, ``dtype``, ``length``, ``batch``; ``exact_ms``, ``served_ms`` and ``ceiling_ms`` of a
-        forward; ``speedup`` and ``ceiling`` (exact over served, exact over ceiling); ``share_of_ceiling``;
-        ``overhead`` (lookup and fetch, as a share of the exact attention's time). ``conditions``, ``notes``.
+    The others are those of `bench_layer`. ``speedup`` and ``ceiling`` are exact over served, and over the ceiling;
+    ``overhead`` is lookup and fetch, as a share of the exact attention's time.
     """
     cases = [
         (adapter.family, dtype, length, batch)

@@ -25,23 +25,19 @@ greedy with one line, and beams with `--batch` lines, each once for a few tokens
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import transformers
-from measured_at import measured_at
+from measured_at import measured_at, processor_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -63,6 +59,8 @@ from transformers import (
 
 from attmemo import fastseq
 from attmemo.fastseq.generate.shape import ModelShape
+from attmemo.profiler.peers.table import measured_under
+from attmemo.system import machine
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 TYPES = {  # name: engine, dtype, weights
@@ -244,10 +242,7 @@ class Bench:
         self.model = model
         self.batch = options.batch
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        vocabulary = model.config.vocab_size
-        generator = torch.Generator().manual_seed(0)
-        numbers = torch.randint(0, vocabulary - len(SPECIAL), (options.lines, length), generator=generator)
-        self.lines = [" ".join(f"w{number}" for number in row) for row in numbers.tolist()]
+        self.lines = lines_of(model.config.vocab_size, options.lines, length)
         self.settings = {
             "num_beams": beams,
             "max_new_tokens": new,
@@ -437,17 +432,6 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def held(lock: Path | None) -> Iterator[None]:
-    """Others who measure wait meanwhile."""
-    if lock is None:
-        yield
-        return
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """A row for each setting of one shape; every type in a process of its own, in turns."""
     torch.manual_seed(0)
@@ -459,20 +443,17 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     usual = [name for name in TYPES if name != "llama.cpp Q8_0"]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or usual}
     before = os.getloadavg()[0]
-    names = list(runs)
-    for first in [first for _ in range(options.rounds) for first in range(0, len(names), options.hold)]:
-        with held(options.lock):
-            for name in names[first : first + options.hold]:
-                command = [
-                    sys.executable, __file__, "--one", name, "--folder", str(folder), "--threads",
-                    str(options.threads), "--length", str(options.length[0]), "--new", str(options.new[0]), "--beams",
-                    str(options.beams[0]), "--batch", str(options.batch),
-                ]  # fmt: skip
-                begin = time.perf_counter()
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-                runs[name].append(json.loads(done.stdout.splitlines()[-1]))
-                times = {setting: round(runs[name][-1][setting]["seconds"], 2) for setting in ("greedy", "beams")}
-                print(options.shape, name, times, f"{time.perf_counter() - begin:.0f} s in all", flush=True)
+    for name in list(runs) * options.rounds:
+        command = [
+            sys.executable, __file__, "--one", name, "--folder", str(folder), "--threads", str(options.threads),
+            "--length", str(options.length[0]), "--new", str(options.new[0]), "--beams", str(options.beams[0]),
+            "--batch", str(options.batch),
+        ]  # fmt: skip
+        begin = time.perf_counter()
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+        runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+        times = {setting: round(runs[name][-1][setting]["seconds"], 2) for setting in ("greedy", "beams")}
+        print(options.shape, name, times, f"{time.perf_counter() - begin:.0f} s in all", flush=True)
     facts = conditions(options) | made_of() | {"load": [before, os.getloadavg()[0]]}
     rows = []
     for setting, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
@@ -502,18 +483,8 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 
 def made_of() -> dict[str, Any]:
     """Commit, date, and versions of what is compared with."""
-    peers = {name: _version(package) for name, package in
-             (("ctranslate2", "ctranslate2"), ("llama.cpp", "llama-cpp-python"))}  # fmt: skip
-    return measured_at() | peers
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found = measured_under()["packages"]
+    return measured_at() | {"ctranslate2": found.get("ctranslate2"), "llama.cpp": found.get("llama-cpp-python")}
 
 
 ROUNDED: Final = ("bfloat16", "int8", "bfloat16, int8")
@@ -647,22 +618,10 @@ def table_of_partings(tasks: list[dict[str, Any]]) -> list[str]:
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
     """What has to be known to read the numbers."""
-    name = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
-        name = "x86-64 with AVX-512" if "avx512f" in flags else "x86-64 with AVX2" if "avx2" in flags else name
-    if options.device == "cuda":
-        name = torch.cuda.get_device_name()
-    return {
-        "processor": name,
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "dtype": options.dtype,
-        "rounds": options.rounds,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    seen = machine.conditions()
+    name = torch.cuda.get_device_name() if options.device == "cuda" else processor_of(seen["features"])
+    facts = {fact: seen[fact] for fact in ("cores", "threads", "torch", "transformers")}
+    return {"processor": name, "dtype": options.dtype, "rounds": options.rounds} | facts
 
 
 def table(record: dict[str, Any]) -> str:
@@ -757,8 +716,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="without an ending  [docs/fastseq-bench or docs/fastseq-types]")
     parser.add_argument("--types", action="store_true", help="measure types, each in a process of its own")
     parser.add_argument("--only", nargs="+", choices=TYPES, help="these alone; others are compared with the first")
-    parser.add_argument("--lock", type=Path, help="with --types: a file that is locked while processes measure")
-    parser.add_argument("--hold", type=int, default=1, help="processes, one after the other, that hold it together")
     parser.add_argument("--one", choices=TYPES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

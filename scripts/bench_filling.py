@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import workloads
 from bench_guard import SETTINGS, Unguarded, answered, lines_of, load
 from simulate_filling import Every, Unbounded, other_texts, simulate, stream
 from transformers import BertConfig, BertModel
@@ -40,7 +41,6 @@ from attmemo.rows.index import DEFAULT, TokenIndex
 from attmemo.rows.token_kinds import kinds_of
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Mac")
-WHOLE = 2000  # lines of a log
 BOUND = 256 << 20
 ROUNDS = 4  # of each measurement of what filling costs
 Batch = dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ def cold(shared: Path, out: Path) -> dict[str, Any]:
     for which, logs in (("minilm", LOGS), ("deberta", ("OpenSSH", "HDFS"))):
         tokenizer, (model, _) = load(shared, which)
         for log in logs:
-            lines = every_line(shared, log)
+            lines = workloads.lines_of(shared / "data", log)
             encoded = [tokenizer(line, truncation=True, max_length=256, return_tensors="pt") for line in lines]
             asked = [(inputs["input_ids"][0].numpy().astype(np.int32), True) for inputs in encoded]
             rule, kinds = DEFAULT.for_classes() if which == "deberta" else DEFAULT, kinds_of(tokenizer)
@@ -80,12 +80,6 @@ def cold(shared: Path, out: Path) -> dict[str, Any]:
             print(which, log, one, flush=True)
     (out / "cold.png").write_bytes(draw(curves))
     return found
-
-
-def every_line(shared: Path, log: str) -> list[str]:
-    """All lines of a log, in order of time."""
-    text = (shared / "data" / "loghub_2k" / f"{log}_2k.log").read_text(errors="replace")
-    return [line.strip() for line in text.splitlines() if line.strip()][:WHOLE]
 
 
 def draw(curves: dict[str, list[float]]) -> bytes:

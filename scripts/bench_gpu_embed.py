@@ -13,14 +13,13 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoTokenizer
 
 from attmemo.profiler.demo import model_path
+from attmemo.profiler.turns import interleave
 from attmemo.system.machine import conditions
 
 LINES, ROUNDS = 40_000, 5
@@ -55,13 +54,7 @@ def embedder(model: Any, batch: int) -> Callable[[list[list[int]]], torch.Tensor
 
 def usual(call: Callable[[], object]) -> float:
     """Seconds of a call: the median of rounds, after one that is not counted."""
-    call()
-    taken = []
-    for _ in range(ROUNDS):
-        begin = perf_counter()
-        call()
-        taken.append(perf_counter() - begin)
-    return median(taken)
+    return 1e-3 * interleave({"call": lambda _: call()}, ROUNDS)["call"].ms
 
 
 def main() -> None:

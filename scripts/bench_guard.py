@@ -28,10 +28,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_rows import minilm_folder
 from scipy.stats import rankdata
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from workloads import lines_of as whole_log
 
 from attmemo import memoize
 from attmemo.guard.answers import Answers
@@ -40,6 +40,7 @@ from attmemo.guard.guard import Guard
 from attmemo.guard.margin import CLASSES, VECTORS
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
+from attmemo.profiler.demo import model_path
 from attmemo.system.machine import conditions
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
@@ -165,7 +166,7 @@ def load(shared: Path, which: str) -> tuple[Any, list[nn.Module]]:
         path = shared / "models" / {"deberta": "deberta-loghub"}.get(which, which)
         kind: Any = AutoModelForSequenceClassification
     else:
-        path = minilm_folder()
+        path = Path(model_path())
         kind = AutoModel
     models = [kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2)]
     return AutoTokenizer.from_pretrained(path), models
@@ -173,8 +174,7 @@ def load(shared: Path, which: str) -> tuple[Any, list[nn.Module]]:
 
 def lines_of(shared: Path, name: str, window: int = 1, count: int = LINES, part: str = "later") -> list[str]:
     """The first lines of the later 30 % of a log, or all before; a window is a line and those before, newest first."""
-    file = shared / "data" / "loghub_2k" / f"{name}_2k.log"
-    lines = [line.strip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    lines = whole_log(shared / "data", name)
     windows = [" [SEP] ".join(lines[max(0, i - window + 1) : i + 1][::-1]) for i in range(len(lines))]
     cut = int(len(windows) * 0.7)
     return windows[:cut] if part == "first" else windows[cut:][:count]

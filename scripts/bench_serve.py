@@ -437,8 +437,7 @@ def main() -> None:
         return
     if shutil.which("wrk") is None:
         parser.error("wrk is not installed: apt-get install wrk")
-    from bench_peers import processor_of
-    from measured_at import measured_at
+    from measured_at import measured_at, processor_of
 
     from attmemo.profiler.peers.table import measured_under
 

@@ -24,10 +24,9 @@ from typing import Any, Final
 import matplotlib as mpl
 import numpy as np
 import torch
-from bench_peers import processor_of
 from loghub_windows import windows
 from matplotlib.figure import Figure
-from measured_at import measured_at
+from measured_at import measured_at, processor_of
 from workloads import lines_of
 
 from attmemo import memoize

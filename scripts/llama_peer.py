@@ -6,59 +6,13 @@ It wants the packages `gguf` and `llama-cpp-python`. Tokens go in and come out: 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import llama_cpp as llama
 import numpy as np
-import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quants
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-_NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-
-
-def write_gguf(folder: Path, place: Path) -> None:
-    """The model in a folder, which is a Qwen3, as a file of llama.cpp."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config: Any = model.config
-    assert config.model_type == "qwen3"
-    writer = GGUFWriter(str(place), "qwen3")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    for name, weight in model.state_dict().items():
-        inner = name.removeprefix("model.").removesuffix(".weight")
-        if inner.startswith("layers."):
-            _, layer, part = inner.split(".", 2)
-            known = f"blk.{layer}.{_NAMES[part]}"
-        elif inner in ("embed_tokens", "norm"):
-            known = {"embed_tokens": "token_embd", "norm": "output_norm"}[inner]
-        else:  # the head is the embedding
-            continue
-        numbers = weight.float().numpy()
-        if numbers.ndim == 1:
-            writer.add_tensor(f"{known}.weight", numbers)
-            continue
-        kind = GGMLQuantizationType.Q8_0
-        writer.add_tensor(f"{known}.weight", quants.quantize(numbers, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+from attmemo.profiler.models import load_model
+from attmemo.profiler.peers.llama import write_gguf
 
 
 class LlamaPeer:
@@ -67,7 +21,7 @@ class LlamaPeer:
     def __init__(self, folder: Path, new: int, length: int, batch: int, threads: int) -> None:
         place = folder / "model.gguf"
         if not place.exists():
-            write_gguf(folder, place)
+            write_gguf(load_model(str(folder)), place, "Q8_0")
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = llama.llama_model_load_from_file(str(place).encode(), llama.llama_model_default_params())
         given = llama.llama_context_default_params()

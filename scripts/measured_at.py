@@ -1,4 +1,4 @@
-"""The commit and the day of a measurement, which every JSON of numbers names."""
+"""The commit, the day and the class of processor of a measurement, which every JSON of numbers names."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def commit() -> str:
 def measured_at() -> dict[str, str]:
     """Return ``commit`` and ``date`` (UTC), JSON-able."""
     return {"commit": commit(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+
+
+def processor_of(features: list[str]) -> str:
+    """The class of a processor, by what it has for matrices."""
+    kinds = {
+        "amx_bf16": "x86-64 with AMX", "avx512_bf16": "x86-64 with AVX-512 and bfloat16",
+        "avx512f": "x86-64 with AVX-512", "avx2": "x86-64 with AVX2", "bf16": "arm64 with bfloat16",
+    }  # fmt: skip
+    return next((kind for name, kind in kinds.items() if name in features), "other")

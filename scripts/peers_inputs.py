@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from loghub_windows import windows
+from workloads import lines_of
 
 from attmemo.profiler.data import read_texts
 from attmemo.profiler.demo import model_path
@@ -62,8 +63,7 @@ def texts_of(shared: Path, stream: str) -> Iterator[str]:
     """The texts of a stream in their order."""
     data = shared / "data"
     if stream in LOGS:
-        text = (data / "loghub_2k" / f"{stream}_2k.log").read_text(encoding="utf-8", errors="replace")
-        yield from (line.strip() for line in text.splitlines() if line.strip())
+        yield from lines_of(data, stream)
     elif stream == "windows":
         yield from (window["text"] for window in merged(windows(data / "loghub_2k", _BEHIND, 1.0)))
     else:
@@ -107,31 +107,35 @@ def place_of(model: str, shared: Path, work: Path) -> Path:
     return place
 
 
+def shape_of(name: str, vocabulary: int) -> Any:
+    """The configuration of a shape, with so many words."""
+    import transformers as hf
+
+    sizes: dict[str, Any] = _SIZES | {"vocab_size": vocabulary}
+    if name == "deberta-v3-base":
+        return hf.DebertaV2Config(
+            **sizes, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=256, share_att_key=True,
+            norm_rel_ebd="layer_norm", position_biased_input=False, type_vocab_size=0, max_position_embeddings=512,
+        )  # fmt: skip
+    if name == "modernbert-base":
+        special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+        return hf.ModernBertConfig(
+            **sizes | special | {"num_hidden_layers": 22, "intermediate_size": 1152}, max_position_embeddings=8192
+        )
+    if name == "qwen3-embedding":
+        return hf.Qwen3Config(
+            vocab_size=vocabulary, hidden_size=1024, num_hidden_layers=6, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, intermediate_size=3072, max_position_embeddings=512, use_cache=False,
+        )  # fmt: skip
+    return hf.BertConfig(**sizes | ({"hidden_size": 384, "intermediate_size": 1536} if name == "bge-small" else {}))
+
+
 def _make_shape(name: str, place: Path) -> None:
     import transformers as hf
 
     tokenizer = hf.AutoTokenizer.from_pretrained(model_path())
     torch.manual_seed(0)
-    sizes: dict[str, Any] = _SIZES | {"vocab_size": len(tokenizer)}
-    if name == "deberta-v3-base":
-        config: Any = hf.DebertaV2Config(
-            **sizes, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=256, share_att_key=True,
-            norm_rel_ebd="layer_norm", position_biased_input=False, type_vocab_size=0, max_position_embeddings=512,
-        )  # fmt: skip
-    elif name == "modernbert-base":
-        special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
-        config = hf.ModernBertConfig(
-            **sizes | special | {"num_hidden_layers": 22, "intermediate_size": 1152}, max_position_embeddings=8192
-        )
-    elif name == "qwen3-embedding":
-        config = hf.Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=1024, num_hidden_layers=6, num_attention_heads=16,
-            num_key_value_heads=8, head_dim=128, intermediate_size=3072, max_position_embeddings=512, use_cache=False,
-        )  # fmt: skip
-    else:
-        small = {"hidden_size": 384, "intermediate_size": 1536} if name == "bge-small" else {}
-        config = hf.BertConfig(**sizes | small)
-    hf.AutoModel.from_config(config).eval().save_pretrained(place)
+    hf.AutoModel.from_config(shape_of(name, len(tokenizer))).eval().save_pretrained(place)
     tokenizer.save_pretrained(place)
     pooling = {"bge-small": "cls", "modernbert-base": "cls", "qwen3-embedding": "lasttoken"}.get(name, "mean")
     (place / "1_Pooling").mkdir()

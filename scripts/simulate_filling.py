@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from bench_rows import minilm_folder
 from transformers import AutoTokenizer
+from workloads import lines_of
 
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS, Kinds
+from attmemo.profiler.demo import model_path
 from attmemo.rows.index import DEFAULT, TokenIndex
 
 Tokens = npt.NDArray[np.int32]
@@ -58,7 +59,7 @@ class Record:
 
 @functools.cache
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(minilm_folder())
+    return AutoTokenizer.from_pretrained(model_path())
 
 
 def encoded(texts: Sequence[str], longest: int) -> list[Tokens]:
@@ -67,10 +68,9 @@ def encoded(texts: Sequence[str], longest: int) -> list[Tokens]:
 
 
 @functools.cache
-def lines_of(shared: Path, name: str) -> list[Tokens]:
+def log(shared: Path, name: str) -> list[Tokens]:
     """All lines of a log, in order of time."""
-    text = (shared / "data" / "loghub_2k" / f"{name}_2k.log").read_text(errors="replace")
-    return encoded([line.strip() for line in text.splitlines() if line.strip()], 256)
+    return encoded(lines_of(shared / "data", name), 256)
 
 
 @functools.cache
@@ -85,12 +85,10 @@ def other_texts(shared: Path) -> list[Tokens]:
 
 
 def stream(shared: Path, kind: str) -> Requests:
-    """All logs; `kind` says in which order, and with what beside them."""
+    """All logs, interleaved; `kind` says with what beside them."""
     generator = np.random.default_rng(0)
-    logs = [lines_of(shared, name) for name in LOGS]
-    turns = np.repeat(np.arange(len(logs)), [len(lines) for lines in logs])
-    if kind != "one log after the other":
-        turns = generator.permutation(turns)
+    logs = [log(shared, name) for name in LOGS]
+    turns = generator.permutation(np.repeat(np.arange(len(logs)), [len(lines) for lines in logs]))
     each = [iter(lines) for lines in logs]
     lines = [next(each[turn]) for turn in turns]
     share = {"mixed": 0.1, "three tenths other text": 0.3}.get(kind, 0.0)
@@ -115,13 +113,13 @@ def asked(index: TokenIndex, tokens: Tokens, rule: Rule = DEFAULT, kinds: Kinds 
 class Recent:
     """The last so many token sequences, without rows; one goes when it is found."""
 
-    def __init__(self, most: int = RECENT) -> None:
-        self.most, self.index = most, TokenIndex()
+    def __init__(self) -> None:
+        self.index = TokenIndex()
         self.numbers: collections.OrderedDict[int, None] = collections.OrderedDict()
 
     def add(self, tokens: Tokens) -> None:
         self.numbers[self.index.add(tokens)] = None
-        if len(self.numbers) > self.most:
+        if len(self.numbers) > RECENT:
             self.index.remove(self.numbers.popitem(last=False)[0])
 
     def pop(self, tokens: Tokens) -> bool:
@@ -237,18 +235,6 @@ class Lru(Fifo):
         self.queue.move_to_end(record)
 
 
-class Clock(Fifo):
-    """The oldest goes if it was not used since it was last spared."""
-
-    def victim(self) -> Record:
-        while True:
-            record = super().victim()
-            if not record.used:
-                return record
-            record.used = 0
-            self.place(record)
-
-
 class Sieve(Bounded):
     """A hand goes from old to new. It takes the first record that was not used since it last came by."""
 
@@ -268,23 +254,6 @@ class Sieve(Bounded):
 
     def place(self, record: Record) -> None:
         self.queue.append(record)
-
-
-class Random(Bounded):
-    """Any one goes."""
-
-    def __init__(self, bound: int) -> None:
-        super().__init__(bound)
-        self.records: list[Record] = []
-        self.generator = np.random.default_rng(0)
-
-    def victim(self) -> Record:
-        place = int(self.generator.integers(len(self.records)))
-        self.records[place], self.records[-1] = self.records[-1], self.records[place]
-        return self.records.pop()
-
-    def place(self, record: Record) -> None:
-        self.records.append(record)
 
 
 class S3Fifo(Bounded):
@@ -345,26 +314,21 @@ class Segments(Unbounded):
     ----------
     carry : float
         They take at most this share of a segment.
-    count : int
-        Segments there are at most, also while one is copied.
     small : int
         New records go to so many segments of their own. Those that are used there are carried to the others.
-    ghost : bool
-        Tokens of records that went from those segments are kept; what they would have served goes to the others.
     """
 
-    def __init__(self, bound: int, carry: float, count: int = SEGMENTS, small: int = 0, ghost: bool = False) -> None:
+    def __init__(self, bound: int, carry: float, small: int = 0) -> None:
         super().__init__(bound)
-        self.size, self.carry = bound // count, carry
-        self.most, self.most_small = count - small, small
+        self.size, self.carry = bound // SEGMENTS, carry
+        self.most, self.most_small = SEGMENTS - small, small
         self.main, self.small = [Segment()], [Segment()]
-        self.ghost = Recent() if ghost else None
 
     def admit(self, record: Record) -> list[Record]:
         if record.size > self.size:
             return [record]
         before, gone = self.copied, []
-        if not self.most_small or (self.ghost is not None and self.ghost.pop(record.tokens)):
+        if not self.most_small:
             gone = self._write(record)
         else:
             if self.small[-1].held + record.size > self.size:
@@ -406,8 +370,6 @@ class Segments(Unbounded):
                 gone += self._write(record)
             else:
                 gone.append(record)
-                if self.ghost is not None:
-                    self.ghost.add(record.tokens)
         return gone
 
     def _copy(self, record: Record) -> None:
@@ -420,29 +382,11 @@ def _most_used(segment: Segment) -> list[Record]:
 
 
 SMALL = 3  # of 32: a tenth
-RECORDS: dict[str, Callable[[int], Unbounded]] = {
-    "records: FIFO": Fifo, "records: random": Random, "records: LRU": Lru, "records: CLOCK": Clock,
-    "records: SIEVE": Sieve, "records: S3-FIFO": S3Fifo,
+POLICIES: dict[str, Callable[[int], Unbounded]] = {
+    "records: FIFO": Fifo, "records: LRU": Lru, "records: SIEVE": Sieve, "records: S3-FIFO": S3Fifo,
+    **{f"segments: carry {carry}": functools.partial(Segments, carry=carry) for carry in (0, 0.5, 1)},
+    "segments: small queue, carry 0.5": functools.partial(Segments, carry=0.5, small=SMALL),
 }  # fmt: skip
-CARRIED: dict[str, Callable[[int], Unbounded]] = {
-    f"segments: carry {carry}": functools.partial(Segments, carry=carry) for carry in (0, 0.25, 0.5, 0.75, 1)
-}
-TWO_QUEUES: dict[str, Callable[[int], Unbounded]] = {
-    f"segments: small queue{', ghost' if ghost else ''}, carry {carry}": functools.partial(
-        Segments, carry=carry, small=SMALL, ghost=ghost
-    )
-    for ghost in (False, True)
-    for carry in (0.5, 0.75, 1)
-}
-COUNTS: dict[str, Callable[[int], Unbounded]] = {
-    f"{count} segments: carry {carry}": functools.partial(Segments, carry=carry, count=count)
-    for count in (8, 16, 64)
-    for carry in (0.5, 0.75)
-}
-POLICIES = {**RECORDS, **CARRIED, **TWO_QUEUES}
-FEW = ("records: FIFO", "records: LRU", "records: SIEVE", "records: S3-FIFO", *CARRIED, *list(TWO_QUEUES)[:3])
-PAGE = (*FEW[:4], *(f"segments: carry {carry}" for carry in (0, 0.5, 1)), "segments: small queue, carry 0.5")
-"""What docs/filling.md shows."""
 
 
 # Simulation
@@ -495,61 +439,40 @@ def in_batches(lines: Sequence[Tokens], size: int, again: bool) -> dict[str, Any
 def admission_case(shared: Path) -> dict[str, Any]:
     """Each log alone, without a bound."""
     found: dict[str, Any] = {}
-    for log in LINES:
-        lines = lines_of(shared, log)
-        found[log] = {
-            name: simulate([(line, True) for line in lines], kind(), Unbounded(ENDLESS))
-            for name, kind in ADMISSIONS.items()
+    for name in LINES:
+        lines = log(shared, name)
+        found[name] = {
+            stored: simulate([(line, True) for line in lines], kind(), Unbounded(ENDLESS))
+            for stored, kind in ADMISSIONS.items()
         }
-        found[log]["every miss, batches of 32"] = in_batches(lines, 32, again=False)
-        found[log]["the same, asked again before storing"] = in_batches(lines, 32, again=True)
-        print(log, {name: one["served"] for name, one in found[log].items()}, flush=True)
+        found[name]["every miss, batches of 32"] = in_batches(lines, 32, again=False)
+        found[name]["the same, asked again before storing"] = in_batches(lines, 32, again=True)
+        print(name, {stored: one["served"] for stored, one in found[name].items()}, flush=True)
     return found
 
 
-Plan = tuple[str, int, tuple[str, ...], tuple[str, ...]]
-PLANS: dict[str, list[Plan]] = {
-    "eviction": [
-        ("mixed", 3, ("every miss", "seen twice"), tuple(POLICIES)),
-        ("mixed", 3, ("every miss",), tuple(COUNTS)),
-        ("mixed", 2, ("every miss",), FEW),
-        ("mixed", 6, ("every miss", "seen twice"), FEW),
-        ("logs alone", 3, ("every miss",), FEW),
-        ("three tenths other text", 3, ("every miss", "seen twice"), FEW),
-        ("one log after the other", 3, ("every miss",), FEW),
-    ],
-    "tight": [("mixed", 24, ("every miss",), (*FEW, *COUNTS))],
-    "page": [
-        *(("mixed", part, ("every miss",), PAGE) for part in (2, 3, 6, 24)),
-        ("three tenths other text", 3, ("every miss",), PAGE),
-    ],
-}
-"""Streams, parts of the bytes that the logs alone would take, and what is tried with them."""
+STREAMS = (*(("mixed", part) for part in (2, 3, 6, 24)), ("three tenths other text", 3))
+"""Streams, and parts of the bytes that the logs alone would take."""
 
 
-def eviction_case(shared: Path, plans: Sequence[Plan]) -> dict[str, Any]:
-    """Streams of all logs, under bounds."""
+def eviction_case(shared: Path) -> dict[str, Any]:
+    """Streams of all logs, under bounds; every miss is stored."""
     whole = simulate(stream(shared, "logs alone"), Every(), Unbounded(ENDLESS))["bytes"]
     runs = []
-    known = {**POLICIES, **COUNTS}
     ends: dict[str, dict[str, Any]] = {}
-    for kind, part, admissions, names in plans:
+    for kind, part in STREAMS:
         requests = stream(shared, kind)
         if kind not in ends:
             ends[kind] = simulate(requests, Every(), Unbounded(ENDLESS))
-        for admission in admissions:
-            for name in names:
-                one = simulate(requests, ADMISSIONS[admission](), known[name](whole // part))
-                runs.append({"stream": kind, "part": part, "admission": admission, "policy": name, **one})
-                share = one["served"] / ends[kind]["served"]
-                print(kind, part, admission, name, f"{share:.3f} {one['copied'] / one['admitted']:.2f}", flush=True)
+        for name, policy in POLICIES.items():
+            one = simulate(requests, Every(), policy(whole // part))
+            runs.append({"stream": kind, "part": part, "admission": "every miss", "policy": name, **one})
+            share = one["served"] / ends[kind]["served"]
+            print(kind, part, name, f"{share:.3f} {one['copied'] / one['admitted']:.2f}", flush=True)
     return {"whole": whole, "unbounded": ends, "runs": runs}
 
 
-CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "admission": admission_case,
-    **{name: functools.partial(eviction_case, plans=plans) for name, plans in PLANS.items()},
-}
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {"admission": admission_case, "eviction": eviction_case}
 
 
 # Tables
@@ -570,10 +493,8 @@ def table(out: Path) -> Iterator[str]:
             ]
             yield f"| {name} | {' | '.join(cells)} |"
         yield ""
-    for name in PLANS:
-        if (file := out / f"{name}.json").exists():
-            yield from _eviction_table(json.loads(file.read_text()))
-            yield ""
+    if (file := out / "eviction.json").exists():
+        yield from _eviction_table(json.loads(file.read_text()))
 
 
 def _eviction_table(found: dict[str, Any]) -> Iterator[str]:
@@ -584,12 +505,12 @@ def _eviction_table(found: dict[str, Any]) -> Iterator[str]:
     for kind, one in found["unbounded"].items():
         served, rows = one["served"] / one["lines"], one["rows"] / one["tokens"]
         yield f"| {kind} | {served:.3f} | {one['records']:,} | {one['bytes'] / 1e9:.2f} | {rows:.3f} |"
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for one in found["runs"]:
-        groups.setdefault((one["stream"], one["part"], one["admission"]), []).append(one)
-    for (kind, part, admission), runs in groups.items():
+        groups.setdefault((one["stream"], one["part"]), []).append(one)
+    for (kind, part), runs in groups.items():
         yield ""
-        yield f"{kind}, bound 1/{part}, {admission}:"
+        yield f"{kind}, bound 1/{part}:"
         yield ""
         yield "| policy | served | of unbounded | rows | records | admitted | copied a byte admitted | most at once |"
         yield "|---|---|---|---|---|---|---|---|"

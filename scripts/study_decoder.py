@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import torch
 from convert_stories import convert
-from marked import replace_measured
+from marked import replace_measured, table
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -365,12 +365,7 @@ def study(
 def tables(result: dict[str, Any]) -> str:
     """Markdown, as docs/study-decoder.md has it."""
     columns = ("best", "found per sequence", "found per layer", "mean map", "random map")
-    lines = [
-        "| text | chunks stored / asked | exact duplicates | bits per character | layer | "
-        + " | ".join(columns)
-        + " | best > 0.6 | best > 0.8 |",
-        "|---" * (len(columns) + 7) + "|",
-    ]
+    rows: list[list[str]] = []
     for kind, part in result["kinds"].items():
         for row in part["similarity"]["by_layer"]:
             first = row["layer"] == 0
@@ -384,18 +379,17 @@ def tables(result: dict[str, Any]) -> str:
                 *(f"{np.mean(row['scores'][name]):.3f}" for name in columns),
                 *(f"{100 * (best > bound).mean():.0f} %" for bound in (0.6, 0.8)),
             ]
-            lines.append("| " + " | ".join(cells) + " |")
+            rows.append(cells)
+    head = "text | chunks stored / asked | exact duplicates | bits per character | layer | "
+    lines = table(f"{head}{' | '.join(columns)} | best > 0.6 | best > 0.8", rows)
     lines += [
-        "",
         "Perplexity (exact: the first line of a kind), at thresholds of the predicted score. The controls serve their "
         "map to the same calls.",
         "",
-        "| text | lookup per | threshold | calls served | perplexity | with the mean map | with a random map "
-        "| other first token |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    rows = []
     for kind, part in result["kinds"].items():
-        lines.append(f"| {kind} | – | exact | 0 % | {part['serving']['perplexity_exact']:.3f} | | | |")
+        rows.append([kind, "–", "exact", "0 %", f"{part['serving']['perplexity_exact']:.3f}", "", "", ""])
         for point in part["serving"]["points"]:
             cells = [
                 "",
@@ -405,16 +399,15 @@ def tables(result: dict[str, Any]) -> str:
                 *(f"{point[key]:.3f}" for key in ("perplexity", *(f"perplexity, {name}" for name in CONTROLS))),
                 f"{100 * point['first_token_changed']:.1f} %",
             ]
-            lines.append("| " + " | ".join(cells) + " |")
+            rows.append(cells)
+    head = "text | lookup per | threshold | calls served | perplexity | with the mean map | with a random map"
+    lines += table(f"{head} | other first token", rows)
     lines += [
-        "",
         f"Greedy continuations of {NEW} tokens after a prefill of {LENGTH}, one lookup per sequence, compared with "
         "the exact model's. Own maps: the prompt itself is in the database (stored as float16).",
         "",
-        "| text | threshold | calls of the prefill served | identical continuations | same first token "
-        "| tokens until they part, mean |",
-        "|---|---|---|---|---|---|",
     ]
+    rows = []
     for kind, part in result["kinds"].items():
         every = [("own maps", part["generation"]["own_maps"])]
         every += [(f"{point['threshold']:g}", point) for point in part["generation"]["points"]]
@@ -427,8 +420,9 @@ def tables(result: dict[str, Any]) -> str:
                 f"{100 * point['first_token_same']:.1f} %",
                 f"{point['tokens_until_they_part']:.1f}",
             ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append(cells)
+    head = "text | threshold | calls of the prefill served | identical continuations | same first token"
+    return "\n".join([*lines, *table(f"{head} | tokens until they part, mean", rows)])
 
 
 _INK, _BLUE, _ORANGE, _GREEN, _GREY = "#26323a", "#2f6c99", "#cf7a30", "#4a8f6a", "#b8c4cc"

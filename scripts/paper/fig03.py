@@ -12,7 +12,6 @@ from paper.frame import Claim, Figure, Found, Run, judge, percent, table, where
 from paper.plots import PAPER, legend, sheet
 
 BAND = 0.492  # of the maps of layer 0 lie between 0.7 and 0.9
-BINS = [round(0.05 * step, 2) for step in range(21)]
 PADDED, VALID = "padded to 128, first head", "valid tokens, all heads"
 
 

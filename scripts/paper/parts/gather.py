@@ -115,28 +115,13 @@ def bench_gather(
 
     The sum counts: a window of small pages only moves the cost into the product, which faults them in.
 
-    Parameters
-    ----------
-    heads, length, batch, width : int
-        Maps are ``[batch, heads, length, length]``, V is ``[batch, heads, length, width]``.
-    dtype : {"float32", "bfloat16", "float16"}
-        Of maps and of V.
-    repeats : int
-        Turns counted, each with other slots.
+    Maps are ``[batch, heads, length, length]``, V is ``[batch, heads, length, width]``; each turn has other slots.
+    Variants: ``copy`` into a fresh tensor; ``copy_reused`` into a kept one; ``map``, a window mapped, and made
+    inaccessible at the end of the batch, all in the time; ``direct``, our kernel reads the maps where they lie;
+    ``contiguous``, maps that are there already. ``fetch_ms`` is None without a fetch; ``fetcher`` is the choice of the
+    engine here, ``bytes`` are those of a batch.
 
-    Returns
-    -------
-    dict
-        ``rows``: for each ``variant`` (``copy`` into a fresh tensor; ``copy_reused`` into a kept one; ``map``, a
-        window mapped, and made inaccessible at the end of the batch, all in the time; ``direct``, our kernel reads the
-        maps where they lie; ``contiguous``, maps that are there already) ``fetch_ms``, None without a fetch, and
-        ``fetch_matmul_ms``. ``fetcher``, the choice of the engine here; ``page_bytes``, the pages of the arena;
-        ``window_page_bytes``, those of a window over it; ``bytes``, those of a batch. ``conditions`` and ``notes``.
-
-    Raises
-    ------
-    StorageFullError, AttmemoError
-        There is no room; the variants did not give the same maps or products.
+    StorageFullError, AttmemoError: there is no room; the variants did not give the same maps or products.
     """
     where = conditions()
     shape, kind = (heads, length, length), TYPES[dtype]

@@ -83,37 +83,16 @@ def bench_layer(
     built, trained and published by the library's own code. Every sequence hits (threshold 0), so this is the most
     that memoization can save here, with lookup, fetch and the rest of the model included.
 
-    Parameters
-    ----------
-    family, hidden, heads, layers : str and int
-        Shape of the model: a family that `attmemo families` lists; `hidden` is a multiple of `heads`.
-    length, batch : int
-        Inputs are random tokens ``[batch, length]``, without padding; others in each of the `repeats` turns.
-    dtype : {"float32", "bfloat16"}
-        What the model computes in.
-    eager : bool
-        Whether to measure attention without a fused kernel too, as models had it in 2022.
-    lookups : sequence of {"sequence", "layer"}
-        Which of the memoized variants to measure.
+    Inputs are random tokens ``[batch, length]``, without padding, others in each turn. Variants: ``exact`` (the stock
+    model), ``exact-eager`` (attention without a fused kernel, as models had it in 2022; if asked, where ``exact`` is
+    another), ``memoized-sequence``, ``memoized-layer`` (one lookup for all layers, or one in each), and ``ceiling``
+    (the hit path without lookup and fetch, on maps that are in contiguous memory already).
 
-    Returns
-    -------
-    dict
-        ``rows``, one for each variant: ``exact`` (the stock model, with fused attention where the family has it),
-        ``exact-eager`` (if asked, where ``exact`` is another), ``memoized-sequence``, ``memoized-layer`` (one lookup
-        for all layers, or one in each), ``ceiling`` (the hit path without lookup and fetch, on maps that are in
-        contiguous memory already); with ``ms`` and ``speedup`` (against ``exact``).
+    Of the memoized, one lookup for all layers is divided among them; ``share_of_ceiling`` is the saving over ``exact``
+    as a share of the ceiling's, None where that saves nothing; ``overhead_of_attention`` is lookup, and what serving
+    takes longer than the ceiling's hit path, as a share of the exact attention module's time.
 
-        For the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (mean over layers; one
-        lookup for all is divided among them), ``share_of_ceiling`` (saving over ``exact``, as a share of the
-        ceiling's; None where the ceiling saves nothing) and ``overhead_of_attention`` (lookup, and what serving takes
-        longer than the ceiling's hit path, as a share of the exact attention module's time). ``exact``,
-        ``exact-eager`` and ``ceiling`` have ``attention_ms_per_layer``. ``conditions`` and ``notes``.
-
-    Raises
-    ------
-    StorageFullError, AttmemoError
-        There is no room; the ceiling, on the model's own maps, gives another output.
+    StorageFullError, AttmemoError: there is no room; the ceiling, on the model's own maps, gives another output.
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
     storage = "bfloat16" if dtype == "bfloat16" else "float16"  # as attmemo.profiler.build does

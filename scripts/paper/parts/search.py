@@ -23,28 +23,10 @@ def bench_search(
 ) -> dict[str, Any]:  # fmt: skip
     """Cost and recall of the index backends on clustered random vectors, as template-heavy data gives.
 
-    Parameters
-    ----------
-    records, dimension : int
-        Vectors ``[records, dimension]``, in about ``sqrt(records)`` clusters.
-    queries : int
-        Vectors searched at once, each near a stored one.
-    backends : sequence of {"faiss", "hnswlib", "flat"}
-        Those to measure.
-    repeats : int
-        Turns counted, each with other queries.
-
-    Returns
-    -------
-    dict
-        ``rows``: for each backend ``build_seconds``, ``search_ms`` (a batch of queries), ``us_per_query``,
-        ``recall_at_1`` (share of queries whose nearest vector, by exact search, was found first) and ``bytes`` (of
-        the index as stored). ``conditions`` and ``notes``.
-
-    Raises
-    ------
-    StorageFullError
-        The memory has no room for it.
+    Vectors ``[records, dimension]`` lie in about ``sqrt(records)`` clusters; `queries` of them are searched at once,
+    each near a stored one, others in each turn. ``search_ms`` is of a batch of queries, ``recall_at_1`` the share of
+    queries whose nearest vector, by exact search, was found first, ``bytes`` those of the index as stored.
+    StorageFullError: the memory has no room for it.
     """
     sizes = {"records": records, "dimension": dimension, "queries": queries}
     # Vectors here and in each index with its links, queries of all turns, distances and order of a flat search.
