@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.util
 import json
 import os
 import shutil
-import signal
 import struct
 import subprocess
 from collections.abc import Callable
@@ -156,28 +156,34 @@ def intercept_writes(patch: pytest.MonkeyPatch, instead: Callable[[Write], Any])
         patch.setattr(os, name, wrapped(name, getattr(os, name)))
 
 
+class Fails:
+    """The `at`-th system call that changes a file fails with a code, or all from then on.
+
+    Where there is no room, a write takes its first half, and the next call fails.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, code: int, forever: bool = False) -> None:
+        self.calls, self.at, self.code, self.forever, self.failed = 0, at, code, forever, ""
+        self.full = code in (errno.ENOSPC, errno.EDQUOT)
+        intercept_writes(patch, self._write)
+
+    def _write(self, write: Write) -> Any:
+        behind = self.calls - self.at
+        self.calls += 1
+        if self.full and behind == 0 and write.name == "pwrite" and len(write.arguments[1]) > 1:
+            return write.half()
+        if behind >= 0 and (self.forever or behind <= self.full):
+            self.failed = self.failed or write.name
+            raise OSError(self.code, os.strerror(self.code))
+        return write.do()
+
+
 def check_published(path: Path, expected: Contents) -> int:
     """The database is the beginning of what was expected, and whole. The number of its records."""
     seen = contents(path)
     assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
     assert findings(path) == []
     return len(seen)
-
-
-def die_at(at: int, after: bool) -> None:
-    """From now on the at-th system call of the builder ends it: before its effect, or half-way through a write."""
-    calls = 0
-
-    def die(write: Write) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls - 1 == at:
-            if after:
-                write.half() if write.name == "pwrite" else write.do()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write.do()
-
-    intercept_writes(pytest.MonkeyPatch(), die)
 
 
 def build_and_tell(path: Path, oracle: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from children import end_of, start_child
-from databases import LENGTHS, MODEL, add_maps, changed, contents, fill, findings, sequence, train_by_hand
+from databases import LENGTHS, MODEL, add_maps, contents, fill, sequence, train_by_hand
 
 from attmemo.db import (
     KIND_MAP,
@@ -46,20 +43,6 @@ def _read(path: Path, before: tuple[int, int]) -> tuple[int, int]:
                 database.slot(KIND_MAP, 1, last), sequence(row, int(database.records.lengths[last]))[0][1]
             )
     return seen
-
-
-def test_a_reader_never_sees_a_torn_generation(tmp_path: Path) -> None:
-    """Opened in a loop while another process publishes: counts only grow, and every record is right each time."""
-    path = fill(tmp_path / "db", LENGTHS[:1])
-    lengths = LENGTHS * 10
-    builder = start_child(lambda: fill(path, lengths, every=1))
-    readers = [start_child(lambda: _follow(path, len(lengths))) for _ in range(2)]
-    try:
-        _follow(path, len(lengths))
-    finally:
-        codes = [end_of(pid) for pid in (builder, *readers)]
-    assert codes == [0, 0, 0]
-    assert sorted(contents(path)) == [(0, row) for row in range(len(lengths))]
 
 
 def _follow(path: Path, records: int) -> None:
@@ -199,15 +182,6 @@ def test_a_residency_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         Database(path, "x")  # type: ignore[arg-type]
 
 
-def test_a_reader_of_a_retrained_database_is_told_so(tmp_path: Path) -> None:
-    """Its index was deleted by a later training: the reader is told to open again, not given another one."""
-    path = train_by_hand(fill(tmp_path / "db"))
-    with Database(path) as database:
-        shutil.rmtree(path / "index-000005")
-        with pytest.raises(DatabaseError, match="cannot be read"):
-            database.index(0)
-
-
 # -- the cache
 
 
@@ -290,15 +264,3 @@ def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("ATTMEMO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cache_directory() == Path("/somewhere/attmemo/databases")
-
-
-def test_a_flip_is_seen_by_another_process_too(tmp_path: Path) -> None:
-    """Damage is on the disk, not in one process's memory: a second process finds the same."""
-    path = fill(tmp_path / "db")
-    manifest = read_manifest(path)
-    found = manifest.classes[0]
-    with changed(path / found.file, found.layout.offset(1), b"\xff\xff"):
-        here = findings(path)
-        there = start_child(lambda: os._exit(7) if findings(path) == here else None)
-        assert end_of(there) == 7
-        assert len(here) == 1

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from children import end_of, in_child, start_child
+from children import end_of, start_child
 from databases import LENGTHS, MODEL, add_maps, contents, fill, findings, memory_directory, sequence
-from db_tools import SHORT, Write, check_published, intercept_writes
+from db_tools import SHORT, Fails, Write, check_published, intercept_writes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -339,55 +339,6 @@ def test_a_file_system_without_locks_is_not_called_busy(tmp_path: Path, monkeypa
 # -- a full disk
 
 
-class _Disk:
-    """Runs out at the n-th call: once or from then on; a write may still take its first half."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, forever: bool) -> None:
-        self.calls, self.at, self.forever = 0, at, forever
-        intercept_writes(monkeypatch, self.write)
-
-    def write(self, write: Write) -> Any:
-        self.calls += 1
-        if self.calls - 1 == self.at and write.name == "pwrite" and len(write.arguments[1]) > 1:
-            return write.half()
-        if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write.do()
-
-    @property
-    def full(self) -> bool:
-        return self.calls - 1 >= self.at if self.forever else self.calls - 1 in (self.at, self.at + 1)
-
-
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
-def test_a_full_disk_never_costs_what_was_published(forever: bool) -> None:
-    """ENOSPC at the i-th call, for every i: a named error, the last generation whole, and the build resumes."""
-    with memory_directory() as folder:
-        expected = contents(fill(folder / "straight", SHORT))
-        at = 0
-        while True:
-            path = folder / f"db{at}"
-            with pytest.MonkeyPatch.context() as patch:
-                disk, said = _Disk(patch, at, forever), ""
-                try:
-                    fill(path, SHORT)
-                except StorageFullError as error:
-                    said = str(error)
-                if not said:
-                    assert not disk.full, f"call {at} failed without an error"
-                    break
-                assert "disk is full" in said
-                assert "run the same command again" in said
-            if (path / "MANIFEST.json").exists():
-                check_published(path, expected)
-            assert not (path / "MANIFEST.json.tmp").exists()
-            fill(path, SHORT)
-            assert contents(path) == expected
-            assert findings(path) == []
-            at += 1
-        assert at > 30
-
-
 def test_a_writer_that_goes_on_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk was full for a moment and the same writer tries the record again: no header, no slot is missing."""
     with memory_directory() as folder:
@@ -396,7 +347,7 @@ def test_a_writer_that_goes_on_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -
             path = folder / f"db{at}"
             with DatabaseWriter(path, MODEL, "float32") as writer, pytest.MonkeyPatch.context() as patch:
                 source = writer.add_source("synthetic.log", "d" * 32)
-                _Disk(patch, at, forever=False)
+                Fails(patch, at, errno.ENOSPC)
                 for row, length in enumerate(SHORT):
                     for _ in range(3):
                         try:
@@ -484,18 +435,6 @@ def test_a_publication_keeps_profile_and_tuning(tmp_path: Path) -> None:
     assert (manifest.profile, manifest.tuning, manifest.records) == ({"a": 1}, {"b": [0.5]}, len(LENGTHS))
 
 
-def test_a_forked_child_never_breaks_the_parents_writer(tmp_path: Path) -> None:
-    """A child of fork exits with the writer open: file, lock and what the parent then publishes are as they were."""
-    path = tmp_path / "db"
-    with DatabaseWriter(path, MODEL, "float32") as writer:
-        add_maps(writer, *sequence(0, 5), Provenance(0, 0))
-        assert in_child(lambda: None) == 0
-        with pytest.raises(DatabaseLockedError):
-            DatabaseWriter(path, MODEL, "float32")
-        writer.publish()
-    assert findings(path) == []
-
-
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOENT], ids=errno.errorcode.get)
 def test_a_place_that_cannot_be_written_is_not_called_a_broken_disk(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -517,7 +456,7 @@ def test_a_full_disk_names_only_options_of_the_command_that_runs(tmp_path: Path)
     for when_full in (None, "or use --max-bytes"):
         options: dict[str, Any] = {} if when_full is None else {"when_full": when_full}
         with DatabaseWriter.reopen(path, **options) as writer, pytest.MonkeyPatch.context() as patch:
-            _Disk(patch, 0, forever=True)
+            Fails(patch, 0, errno.ENOSPC, forever=True)
             with pytest.raises(StorageFullError) as caught:
                 add_maps(writer, *sequence(9, 3), Provenance(0, 9))
         assert caught.value.hint == (when_full or "free space and run the same command again")

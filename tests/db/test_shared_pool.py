@@ -8,12 +8,11 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from databases import MODEL, memory_directory
+from databases import MODEL
 from db_tools import outcome
 from pools import (
     SMALL,
@@ -36,14 +35,6 @@ from attmemo.db.pools import shared_pool
 from attmemo.db.pools.pool import Entry, Pool
 from attmemo.db.pools.segment import Segment
 from attmemo.errors import DatabaseCorruptError, StorageFullError
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """The folder of a pool that is not made yet, in memory."""
-    with memory_directory() as parent:
-        yield parent / "pool"
-
 
 # -- what is kept
 

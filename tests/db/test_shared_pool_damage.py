@@ -6,13 +6,13 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from children import end_of, in_child, start_child
-from databases import MODEL, changed, memory_directory
+from databases import MODEL, changed
 from db_tools import outcome
 from pools import (
     HISTORY,
@@ -34,13 +34,6 @@ from pools import (
 
 from attmemo.db.pools.filling import FILLING, Filling
 from attmemo.errors import AttmemoError, DatabaseError, DatabaseTruncatedError, FormatVersionError
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """The folder of a pool that is not made yet, in memory."""
-    with memory_directory() as parent:
-        yield parent / "pool"
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,6 @@ from db_tools import READ_ONLY, REMOUNT, need_tmpfs, outcome
 from pools import PLAIN, SMALL, check_files, entries, entry, open_pool, opened, read_state, state_of, states
 
 from attmemo.errors import DatabaseError, DatabaseNotFoundError
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """The folder of a pool that is not made yet, in memory."""
-    with memory_directory() as parent:
-        yield parent / "pool"
 
 
 class _Fails:

@@ -7,13 +7,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from children import end_of, in_child, run_child, start_child
-from databases import memory_directory
 from db_tools import outcome
 from pools import SMALL, check_files, entries, files, open_pool, opened, read_state, state_of, wait_for
 
@@ -21,14 +20,6 @@ from attmemo.db.pools import shared_pool
 from attmemo.db.pools.fill_lock import LEASE
 from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import DatabaseLockedError
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """The folder of a pool that is not made yet, in memory."""
-    with memory_directory() as parent:
-        yield parent / "pool"
-
 
 # -- the lease
 

@@ -6,14 +6,12 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from children import end_of, in_child, start_child
-from databases import memory_directory
 from pools import MODEL, check_files, entries, entry, is_right, open_pool, opened, read_state, serves, state_of
 from rows_tools import fetched, find, layout, numbers, offers_of, record
 
@@ -28,12 +26,6 @@ from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.throttle import Pace
 
 EACH = rounded(3000)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_directory() as parent:
-        yield parent / "pool"
 
 
 def write(pool: SharedPool, *identities: int) -> list[Kept]:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from children import end_of, start_child
 from databases import MODEL, memory_directory
 
@@ -54,6 +55,13 @@ def entry(identity: int, nbytes: int = 3000, length: int = 8) -> Entry:
     """What is to become a record."""
     tokens = tokens_of(identity, nbytes, length)
     return Entry(tokens, body_of(tokens), note_of(tokens))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The folder of a pool that is not made yet, in memory."""
+    with memory_directory() as parent:
+        yield parent / "pool"
 
 
 def entries(identities: Iterable[int], nbytes: int = 3000) -> list[Entry]:
