@@ -108,13 +108,9 @@ class DatabaseWriter:
         """Maps ``[heads, n, n]`` of every layer of a record, published or not; copies."""
         return [unpack(stored) for stored in self._read(KIND_MAP, record)]
 
-    def slot(self, kind: str, record: int) -> Tensor:
-        """The first slot of a kind of a record as it is stored, published or not; a copy."""
-        return next(self._read(kind, record))
-
     def first_input(self, record: int) -> Tensor:
-        """Hidden states ``[n, hidden]`` that entered the first layer, float32; a copy."""
-        return self.slot(KIND_INPUT, record).float()
+        """Hidden states ``[n, hidden]`` that entered the first layer, published or not, float32; a copy."""
+        return next(self._read(KIND_INPUT, record)).float()
 
     def add_source(self, name: str, digest: str) -> int:
         """Number of a data file, the same one for the same content."""

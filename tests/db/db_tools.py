@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,20 +186,23 @@ def check_published(path: Path, expected: Contents) -> int:
     return len(seen)
 
 
-def build_and_tell(path: Path, oracle: Path) -> None:
+def build_and_tell(path: Path, oracle: Path, lengths: Sequence[int] = SHORT, every: int = 2) -> None:
     """Build, and tell what was published to a file that outlives the process."""
     with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
         source = writer.add_source("synthetic.log", "d" * 32)
-        for row, length in list(enumerate(SHORT))[writer.records :]:
+        for row, length in list(enumerate(lengths))[writer.records :]:
             add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
-            manifest = writer.publish() if row % 2 or row == len(SHORT) - 1 else None
-            if manifest is not None:
+            if row % every == every - 1 or row == len(lengths) - 1:
+                manifest = writer.publish()
                 told.write(f"{manifest.generation} {manifest.records}\n")
                 told.flush()
 
 
-def check_left(path: Path, oracle: Path, expected: Contents) -> None:
-    """What was acknowledged is there and exact; at most the publication under way is there too, whole."""
+def check_left(path: Path, oracle: Path, expected: Contents) -> int:
+    """What was acknowledged is there and exact; at most the publication under way is there too, whole.
+
+    Returns how many records were acknowledged.
+    """
     lines = oracle.read_text().split("\n")[:-1] if oracle.exists() else []
     generation, records = map(int, lines[-1].split()) if lines else (0, 0)
     try:
@@ -209,8 +212,9 @@ def check_left(path: Path, oracle: Path, expected: Contents) -> None:
             assert (len(database) == records) == (database.manifest.generation == generation)
     except DatabaseNotFoundError:
         assert generation == 0
-        return
-    check_published(path, expected)
+    else:
+        check_published(path, expected)
+    return records
 
 
 # -- disks

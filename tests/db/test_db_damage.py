@@ -17,7 +17,7 @@ from children import in_child
 from databases import LENGTHS, changed, fill, findings, train_by_hand
 from db_tools import outcome, use
 
-from attmemo.db import SEQUENCE, Database, read_manifest
+from attmemo.db import Database, read_manifest
 from attmemo.db.slots import slot_checksum
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncatedError
 
@@ -178,19 +178,6 @@ def test_a_part_of_another_database_is_refused(copy: Path, tmp_path: Path, what:
     else:
         shutil.copy(other / what, copy / what)
     assert outcome(lambda: use(copy)) in ("DatabaseCorruptError", "DatabaseTruncatedError")
-
-
-def test_two_swapped_indexes_are_refused(copy: Path) -> None:
-    """An index belongs to a layer: the other layer's file has another digest."""
-    one, two = copy / "index-000005" / "layer-000.safetensors", copy / "index-000005" / "layer-001.safetensors"
-    a, b = one.read_bytes(), two.read_bytes()
-    one.write_bytes(b)
-    two.write_bytes(a)
-    with Database(copy) as database:
-        for layer in (0, 1):
-            with pytest.raises(DatabaseCorruptError, match="has digest"):
-                database.index(layer)
-        database.index(SEQUENCE)
 
 
 def test_bytes_behind_the_end_are_no_error(copy: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -55,21 +56,10 @@ def test_threads_of_one_process_may_open_at_once(tmp_path: Path) -> None:
     """A server's threads and a builder's thread in one process: LMDB allows one open environment, they take turns."""
     path = fill(tmp_path / "db", LENGTHS[:1])
     lengths = LENGTHS * 3
-    errors: list[BaseException] = []
-
-    def run(body: object) -> None:
-        try:
-            body()  # type: ignore[operator]
-        except BaseException as error:
-            errors.append(error)
-
-    work = [lambda: fill(path, lengths, every=1), *[lambda: _follow(path, len(lengths))] * 3]
-    threads = [threading.Thread(target=run, args=(body,), daemon=True) for body in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
+    with ThreadPoolExecutor(4) as pool:
+        readers = [pool.submit(_follow, path, len(lengths)) for _ in range(3)]
+        for one in (pool.submit(fill, path, lengths, every=1), *readers):
+            one.result(60)
     assert sorted(contents(path)) == [(0, row) for row in range(len(lengths))]
 
 
@@ -79,22 +69,14 @@ def test_many_threads_open_each_part_once(tmp_path: Path) -> None:
     for _ in range(5):
         with Database(path) as database:
             start = threading.Barrier(4)
-            seen: list[list[int]] = []
 
-            def look(
-                start: threading.Barrier = start, database: Database = database, seen: list[list[int]] = seen
-            ) -> None:
+            def look(_: int, start: threading.Barrier = start, database: Database = database) -> list[int]:
                 start.wait()
                 ids = [id(database.index(layer)) for layer in (-1, 0, 1)]
-                arenas = [id(database.arena(kind, n)) for kind in ("map", "input") for n in database.lengths]
-                seen.append([*ids, *arenas])
+                return [*ids, *(id(database.arena(kind, n)) for kind in ("map", "input") for n in database.lengths)]
 
-            threads = [threading.Thread(target=look, daemon=True) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(30)
-            assert len(seen) == 4
+            with ThreadPoolExecutor(4) as pool:
+                seen = list(pool.map(look, range(4)))
             assert all(one == seen[0] for one in seen)
 
 
@@ -108,14 +90,6 @@ def test_serving_never_changes_the_database(tmp_path: Path) -> None:
             database.index(layer).search(5, torch.zeros((2, 4)).numpy(), 2)
         assert list(database.check()) == []
     assert {f: (f.read_bytes(), f.stat().st_mtime_ns) for f in files} == before
-
-
-def test_a_slot_outlives_its_database(tmp_path: Path) -> None:
-    """A view that is still held when the database is closed keeps its bytes."""
-    path = fill(tmp_path / "db")
-    with Database(path) as database:
-        held = database.slot(KIND_MAP, 0, 3)
-    assert torch.equal(held, sequence(3, LENGTHS[3])[0][0])
 
 
 def test_a_database_tells_what_it_holds(tmp_path: Path) -> None:

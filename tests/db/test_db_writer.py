@@ -80,28 +80,6 @@ def test_a_bfloat16_map_is_never_rounded_again(tmp_path: Path) -> None:
 # -- visibility
 
 
-def test_an_unpublished_record_is_not_visible(tmp_path: Path) -> None:
-    """Readers see generations, never what the builder is at; each publication counts one."""
-    path = tmp_path / "db"
-    with DatabaseWriter(path, MODEL, "float32") as writer:
-        assert writer.manifest.generation == 0
-        for generation in (1, 2, 3):
-            add_maps(writer, *sequence(generation, 5), Provenance(0, generation))
-            before = generation - 1
-            if before:
-                with Database(path) as database:
-                    assert (len(database), database.manifest.generation) == (before, before)
-            else:
-                with pytest.raises(DatabaseError, match=r"no MANIFEST\.json"):
-                    Database(path)
-            assert writer.records == generation
-            writer.publish()
-            with Database(path) as database:
-                assert (len(database), database.manifest.generation) == (generation, generation)
-        add_maps(writer, *sequence(4, 5), Provenance(0, 4))
-    assert sorted(contents(path)) == [(0, 1), (0, 2), (0, 3)]
-
-
 def test_orphan_slots_are_overwritten_by_a_resumed_build(tmp_path: Path) -> None:
     """A killed builder left slots behind the published ones; the next one writes over them, and nothing is damaged."""
     path = fill(tmp_path / "db", LENGTHS[:4])
@@ -115,18 +93,6 @@ def test_orphan_slots_are_overwritten_by_a_resumed_build(tmp_path: Path) -> None
     assert contents(path) == contents(tmp_path / "straight")
     assert findings(path) == []
     assert {file.name: file.stat().st_size for file in (path / "arena").iterdir()} == sizes
-
-
-def test_a_reader_keeps_what_it_had_open(tmp_path: Path) -> None:
-    """A reader keeps its generation, byte for byte, while the builder resumes and appends."""
-    path = fill(tmp_path / "db", LENGTHS[:3])
-    with Database(path) as database:
-        before = [database.slot(KIND_MAP, 1, r).clone() for r in range(3)]
-        held = [database.slot(KIND_MAP, 1, r) for r in range(3)]
-        fill(path)
-        assert len(database) == 3
-        assert all(torch.equal(a, b) for a, b in zip(before, held, strict=True))
-        assert all(torch.equal(before[r], database.slot(KIND_MAP, 1, r)) for r in range(3))
 
 
 def test_an_old_manifest_opens_its_generation(tmp_path: Path) -> None:
@@ -208,38 +174,32 @@ def test_a_wrong_shape_is_never_half_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "storage", "words"),
+    ("change", "storage", "given", "words"),
     [
-        ({}, "bfloat16", "built with --dtype float32; asked: bfloat16"),
-        ({}, "uint8", "built with --dtype float32; asked: uint8"),
-        ({"max_length": 32}, "float32", "built with --max-length 64; asked: 32"),
-        ({"name": "other", "fingerprint": "e" * 64}, "float32", "another model.*synthetic.*other"),
+        ({}, "bfloat16", {}, "built with --dtype float32; asked: bfloat16"),
+        ({}, "uint8", {"inputs": "first"}, "built with --dtype float32; asked: uint8"),  # the cause, not what follows
+        ({}, "float32", {"inputs": "first"}, "built with --inputs all; asked: first"),
+        ({}, "float32", {"windows": 5}, "windows None; asked: 5"),
+        ({"max_length": 32}, "float32", {}, "built with --max-length 64; asked: 32"),
+        ({"name": "other", "fingerprint": "e" * 64}, "float32", {}, "another model.*synthetic.*other"),
         (
             {"fields": MODEL.fields | {"config": '{"hidden_size": 9}'}, "fingerprint": "e" * 64},
             "float32",
+            {},
             "another model; config.hidden_size: database 8, model 9",
         ),
     ],
 )
 def test_a_resumed_build_never_mixes_settings(
-    tmp_path: Path, change: dict[str, Any], storage: str, words: str
+    tmp_path: Path, change: dict[str, Any], storage: str, given: dict[str, Any], words: str
 ) -> None:
     """Half a database of one model or type and half of another would serve wrong maps."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     before = (path / "MANIFEST.json").read_bytes()
     with pytest.raises(DatabaseError, match=words):
-        DatabaseWriter(path, dataclasses.replace(MODEL, **change), storage)
+        DatabaseWriter(path, dataclasses.replace(MODEL, **change), storage, given)
     assert (path / "MANIFEST.json").read_bytes() == before
     fill(path)  # the lock was given back
-
-
-def test_other_settings_are_refused(tmp_path: Path) -> None:
-    """What the caller calls settings is compared by name too."""
-    with DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}) as writer:
-        writer.publish()
-    with pytest.raises(DatabaseError, match="windows 4; asked: 5"):
-        DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 5})
-    DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}).close()
 
 
 def test_a_users_folder_is_never_taken_for_a_database(tmp_path: Path) -> None:
@@ -287,17 +247,6 @@ def test_a_build_that_died_at_its_beginning_starts_over(tmp_path: Path) -> None:
 
 
 # -- one writer
-
-
-def test_two_builders_never_write_at_once(tmp_path: Path) -> None:
-    """The second one is refused and told who holds the database; it works once the first has closed."""
-    path = fill(tmp_path / "db", LENGTHS[:2])
-    with (
-        DatabaseWriter(path, MODEL, "float32"),
-        pytest.raises(DatabaseLockedError, match=rf"pid {os.getpid()}"),
-    ):
-        DatabaseWriter(path, MODEL, "float32")
-    DatabaseWriter(path, MODEL, "float32").close()
 
 
 def test_a_dead_builder_gives_its_lock_back(tmp_path: Path) -> None:
@@ -460,12 +409,3 @@ def test_a_full_disk_names_only_options_of_the_command_that_runs(tmp_path: Path)
             with pytest.raises(StorageFullError) as caught:
                 add_maps(writer, *sequence(9, 3), Provenance(0, 9))
         assert caught.value.hint == (when_full or "free space and run the same command again")
-
-
-def test_the_users_option_is_named_before_what_follows_from_it(tmp_path: Path) -> None:
-    """`--dtype uint8` keeps the hidden states of one layer only: the difference to name is the type."""
-    fill(tmp_path / "db", LENGTHS[:2])
-    with pytest.raises(DatabaseError, match="built with --dtype float32; asked: uint8"):
-        DatabaseWriter(tmp_path / "db", MODEL, "uint8", {"inputs": "first"})
-    with pytest.raises(DatabaseError, match="built with --inputs all; asked: first"):
-        DatabaseWriter(tmp_path / "db", MODEL, "float32", {"inputs": "first"})

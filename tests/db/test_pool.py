@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import hit
 
 from attmemo.db.pools.pool import CARRIED, SEGMENTS, Entry, Kept, News, Pool, checksum_of
 from attmemo.db.pools.segment import ALIGNED, Bytes, Segment, start_of
@@ -38,7 +39,7 @@ def name_of(kept: Kept) -> int:
 
 def use(pool: Pool, *numbers: int) -> None:
     for number in numbers:
-        pool.records[number].segment.hit(pool.records[number].place)
+        hit(pool.records[number])
 
 
 def fill(pool: Pool, count: int, nbytes: int = EIGHTH) -> list[News]:
@@ -101,7 +102,7 @@ class Model:
             assert np.array_equal(kept.tokens, expected.tokens)
             assert kept.note == expected.note
             assert kept.hits == self.uses[number]
-            assert kept.address % ALIGNED == 0
+            assert (kept.segment.address + kept.offset) % ALIGNED == 0
             assert kept.offset >= kept.segment.start
             ends.setdefault(id(kept.segment), []).append((kept.offset, kept.offset + kept.nbytes, kept.place))
         for found in ends.values():

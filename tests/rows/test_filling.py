@@ -172,8 +172,7 @@ class TestShared:
         stats = model.attmemo.stats()
         unmemoize(model)
         with closing(SharedPool(tmp_path / "own", 1, fills=False)) as pool:
-            pool.load_history()
-            (period,) = pool.history.periods
+            (period,) = pool.history().periods
         assert period.work == (stats["sequences"], stats["tokens"], stats["rows_computed"])
         assert stats["sequences"] == 3 * len(LENGTHS)
         assert stats["tokens"] == 3 * sum(LENGTHS)

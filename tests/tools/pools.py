@@ -96,6 +96,12 @@ def is_right(kept: Kept) -> bool:
     return kept.note == note_of(kept.tokens) and bool(np.array_equal(kept.body, body_of(kept.tokens)))
 
 
+def hit(kept: Kept) -> None:
+    """Count a use, as a request that the record serves."""
+    if kept.segment.marks is not None:
+        kept.segment.marks[kept.place] += 1
+
+
 def damage(kept: Kept) -> None:
     """Change the last byte of a record on the disk."""
     assert kept.segment.path is not None
@@ -154,7 +160,7 @@ def _add_used(used: int, *identities: int) -> Step:
     def step(pool: SharedPool) -> News:
         for kept in pool.records.values():
             if kept.tokens[0] % 4 == used:
-                kept.segment.hit(kept.place)
+                hit(kept)
         return pool.add(entries(identities))
 
     return step
@@ -208,7 +214,7 @@ def fill_until_killed(path: Path, told: Path, seed: int, max_bytes: int) -> None
         stream.flush()
         while True:
             for kept in generator.sample(sorted(pool.records.values(), key=lambda kept: kept.number), len(pool) // 8):
-                kept.segment.hit(kept.place)
+                hit(kept)
             new = [entry(generator.randrange(1 << 20), generator.randrange(1, 9000)) for _ in range(3)]
             news = pool.add([one for one in new if pool.write(one) is None])
             added = [(kept.number, int(kept.tokens[0])) for kept in news.added]
@@ -346,7 +352,7 @@ def _working(path: Path, number: int, seconds: float, max_bytes: int, folder: Pa
             assert pool.records.keys() == known.keys()
             for kept in generator.sample(list(pool.records.values()), min(4, len(pool))):
                 assert is_right(kept), f"record {kept.number} changed"
-                kept.segment.hit(kept.place)
+                hit(kept)
             new = [entry(generator.randrange(1 << 20), generator.randrange(1, most)) for _ in range(2)]
             try:
                 chance = generator.random()
