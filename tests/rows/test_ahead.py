@@ -260,7 +260,7 @@ class TestStore:
         rows, last = fetched(store.fetch(numbers(own)), 0)
         assert torch.equal(rows, record(1)[1])
         assert torch.equal(last, record(1)[2])
-        assert store.note_of(int(own)) == b"n"
+        assert store.notes_of([int(own)]) == [b"n"]
         other = store_in(folder, fills=False)
         assert numbers_of(other) == [[True, False, False, False]]
         assert store.flush()
