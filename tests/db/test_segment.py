@@ -188,10 +188,6 @@ class TestRefused:
         with pytest.raises(DatabaseTruncatedError, match=f"was cut to {left} bytes"):
             segment.check_whole()
 
-    def test_a_file_that_is_not_there_is_told(self, file: Path) -> None:
-        with pytest.raises(DatabaseCorruptError, match="cannot be read"):
-            Segment.open(file, 7, SIZE)
-
     def test_a_disk_without_room_leaves_no_file(self, file: Path) -> None:
         before = descriptors()
         with pytest.raises(OSError, match=r"."):

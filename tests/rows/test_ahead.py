@@ -343,13 +343,6 @@ class TestStore:
             assert torch.equal(fetched(store.fetch(find(store, record(seed)[0])), 0)[0], record(seed)[1])
         store.close()
 
-    def test_closing_publishes(self, folder: Path) -> None:
-        store = store_in(folder)
-        self.begin(store)
-        self.offer(store, 1)
-        store.close()
-        assert len(read_numbers(folder)) == 2
-
 
 def test_a_fork_while_a_record_is_half_written_leaves_both_processes_able_to_store(
     folder: Path, monkeypatch: pytest.MonkeyPatch
