@@ -76,10 +76,10 @@ class DatabaseWriter:
         self._places = dict(self.manifest.places)
 
     @classmethod
-    def reopen(cls, path: Path, *, when_full: str = files.WHEN_FULL) -> DatabaseWriter:
+    def reopen(cls, path: Path) -> DatabaseWriter:
         """The writer of a database that exists, with all that it was built with."""
         found = read_manifest(path)
-        return cls(path, found.model, found.storage, found.settings, when_full=when_full)
+        return cls(path, found.model, found.storage, found.settings)
 
     @property
     def records(self) -> int:

@@ -404,7 +404,7 @@ def test_a_full_disk_names_only_options_of_the_command_that_runs(tmp_path: Path)
     path = fill(tmp_path / "db", LENGTHS[:2])
     for when_full in (None, "or use --max-bytes"):
         options: dict[str, Any] = {} if when_full is None else {"when_full": when_full}
-        with DatabaseWriter.reopen(path, **options) as writer, pytest.MonkeyPatch.context() as patch:
+        with DatabaseWriter(path, MODEL, "float32", **options) as writer, pytest.MonkeyPatch.context() as patch:
             Fails(patch, 0, errno.ENOSPC, forever=True)
             with pytest.raises(StorageFullError) as caught:
                 add_maps(writer, *sequence(9, 3), Provenance(0, 9))
