@@ -35,10 +35,10 @@ from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.trial import Path, Trial, same_answers
 from attmemo.profiler.turns import Progress
 from attmemo.rows.gate import RowGate
-from attmemo.rows.layout import RowLayout
+from attmemo.rows.layout import Placed, RowLayout
 from attmemo.rows.planner import RowPlanner
 from attmemo.rows.serve import Rows
-from attmemo.rows.store import Held, Record, RowStore
+from attmemo.rows.store import Record, RowStore
 
 MEAN_OF = 64  # records that mean rows average
 
@@ -53,8 +53,9 @@ class StandIn(RowStore):
         """A record as it is."""
         return self.layout.record_of(self.kept[number])
 
-    def fetch(self, records: npt.NDArray[np.int64]) -> Held:
-        return Held([None if record < 0 else self.instead(record) for record in records.tolist()])
+    def fetch(self, records: npt.NDArray[np.int64]) -> Placed:
+        chosen = [None if record < 0 else self.instead(record) for record in records.tolist()]
+        return Placed.copied(self.layout, chosen)
 
     @abstractmethod
     def instead(self, record: int) -> Record:

@@ -54,11 +54,6 @@ class Kept(NamedTuple):  # a frozen dataclass takes five times as long to make, 
     note: bytes
 
     @property
-    def address(self) -> int:
-        """Where its bytes begin in memory, valid as long as the segment is held."""
-        return self.segment.address + self.offset
-
-    @property
     def hits(self) -> int:
         """How often it was used."""
         return self.carried + self.segment.hits(self.place)

@@ -76,10 +76,10 @@ class DatabaseWriter:
         self._places = dict(self.manifest.places)
 
     @classmethod
-    def reopen(cls, path: Path, *, when_full: str = files.WHEN_FULL) -> DatabaseWriter:
+    def reopen(cls, path: Path) -> DatabaseWriter:
         """The writer of a database that exists, with all that it was built with."""
         found = read_manifest(path)
-        return cls(path, found.model, found.storage, found.settings, when_full=when_full)
+        return cls(path, found.model, found.storage, found.settings)
 
     @property
     def records(self) -> int:
@@ -108,13 +108,9 @@ class DatabaseWriter:
         """Maps ``[heads, n, n]`` of every layer of a record, published or not; copies."""
         return [unpack(stored) for stored in self._read(KIND_MAP, record)]
 
-    def slot(self, kind: str, record: int) -> Tensor:
-        """The first slot of a kind of a record as it is stored, published or not; a copy."""
-        return next(self._read(kind, record))
-
     def first_input(self, record: int) -> Tensor:
-        """Hidden states ``[n, hidden]`` that entered the first layer, float32; a copy."""
-        return self.slot(KIND_INPUT, record).float()
+        """Hidden states ``[n, hidden]`` that entered the first layer, published or not, float32; a copy."""
+        return next(self._read(KIND_INPUT, record)).float()
 
     def add_source(self, name: str, digest: str) -> int:
         """Number of a data file, the same one for the same content."""

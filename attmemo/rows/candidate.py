@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.kernels.row_sinks import Copy
 from attmemo.rows.layout import RowLayout
 from attmemo.rows.store import Record
 
@@ -46,10 +45,6 @@ class Offer:
     def of(cls, tokens: npt.NDArray[np.int32], layout: RowLayout, body: npt.NDArray[np.uint8]) -> Offer:
         """An offer of what will be written to `rows` and `last`, without scales."""
         return cls(tokens, body, *layout.parts_of(body, len(tokens)))
-
-    def copy_of(self, first: int, stop: int) -> Copy:
-        """What a forward has to copy that computes the sequence in these rows. ValueError: they are more or fewer."""
-        return Copy(first, stop, self.rows, self.last)
 
     def as_record(self, layout: RowLayout) -> npt.NDArray[np.uint8]:
         """The bytes of the record in the types of a layout: the same memory if these are the model's.

@@ -6,6 +6,8 @@ the rounding of storage.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import nn
@@ -18,8 +20,9 @@ from attmemo.models.check import UNKNOWN, checking, difference
 from attmemo.models.masks import valid_places
 from attmemo.packed.check import allowed_for
 from attmemo.packed.runner import Packed
+from attmemo.rows.layout import Placed, RowLayout
 from attmemo.rows.serve import Rows as RowReuse
-from attmemo.rows.store import HeldRows, Record, records_of
+from attmemo.rows.store import Ints, Record, RowStore, records_of
 
 _ROUNDED = {torch.float32: 0.0, torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.int8: 6e-2}
 
@@ -54,7 +57,7 @@ def check_rows(
         with engine.planned(Plan(spans=Spans(several), layers={0: Share.nothing(len(several))})):
             expected = host(**both)[0]
         reuse.keep = None
-        before, reuse.store = reuse.store, HeldRows(found)
+        before, reuse.store = reuse.store, _Held(replace(reuse.layout, storage=storage), found)
         stack.callback(setattr, reuse, "store", before)
         with engine.planned(_half(several)) as forward:
             seen = host(**both)[0]
@@ -69,6 +72,19 @@ def check_rows(
             f"(allowed {allowed:.0e}).",
             UNKNOWN,
         )
+
+
+class _Held(RowStore):
+    """Records in memory, served as those of a database."""
+
+    def __init__(self, layout: RowLayout, records: list[Record]) -> None:
+        self._layout, self._records = layout, records
+
+    def fetch(self, records: Ints) -> Placed:
+        return Placed.copied(self._layout, [None if one < 0 else self._records[one] for one in records.tolist()])
+
+    def close(self) -> None:
+        self._records.clear()
 
 
 def _half(lengths: list[int]) -> Plan:

@@ -59,16 +59,17 @@ class Filler(Generic[Item]):
         raise.
     end : function
         Called once nothing holds the filler any more, if it was not closed.
-    pace : Pace, optional
+
+    Attributes
+    ----------
+    pace : Pace
         How long it rests.
     """
 
-    def __init__(
-        self, work: Callable[[Sequence[Item], bool], None], end: Callable[[], None], pace: Pace | None = None
-    ) -> None:
+    def __init__(self, work: Callable[[Sequence[Item], bool], None], end: Callable[[], None]) -> None:
         self._work, self._end = weakref.WeakMethod(work), end
         self.skipped: Counter[str] = Counter()
-        self.pace = pace or Pace()
+        self.pace = Pace()
         self._begin()
         self.wake()
 

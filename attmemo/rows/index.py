@@ -193,10 +193,10 @@ class TokenIndex:
     Any number of threads may ask while others add and remove: a lookup sees the collection as it was when it began.
     So it may name a record that was removed meanwhile. No number is used twice, so such a number is known as stale.
 
-    Parameters
+    Attributes
     ----------
-    sketch : Sketch, optional
-        What turns tokens into vectors.
+    next : int
+        The number of the record that is added next.
 
     Notes
     -----
@@ -205,31 +205,24 @@ class TokenIndex:
     and by, a few records with each one that is added.
     """
 
-    def __init__(self, sketch: Sketch | None = None) -> None:
-        self.sketch = sketch or Sketch()
+    def __init__(self) -> None:
+        self.sketch = Sketch()
         self._shelf = _Shelf.empty(FEWEST, 64 * FEWEST, self.sketch.dimensions)
         self._same: dict[int, tuple[int, ...]] = {}  # numbers of records by the hash of their tokens
         self._graph: _Graph | None = None
-        self._next = 0
+        self.next = 0
         self._writing = ThreadLock()
 
     def __len__(self) -> int:
         return self._shelf.alive
 
-    @property
-    def next(self) -> int:
-        """The number of the record that is added next."""
-        return self._next
-
     def __contains__(self, number: int) -> bool:
         return bool(self._shelf.rows_of(np.array([number], np.int64))[0] >= 0)
 
     def add(self, tokens: Tokens) -> int:
-        """Add a record, int32 ``[n]``; returns its number. ValueError: other tokens."""
-        with self._writing:
-            number = self._next
-            self._append([tokens], np.array([number], np.int64), np.array([np.nan]))
-        return number
+        """Add a record, int32 ``[n]``; returns its number. One thread adds at a time. ValueError: other tokens."""
+        self.extend([tokens], [self.next])
+        return self.next - 1
 
     def extend(
         self, records: Sequence[Tokens], numbers: Sequence[int], sure: Sequence[float] | None = None
@@ -240,11 +233,26 @@ class TokenIndex:
         """
         if not records:
             return
-        own = np.asarray(numbers, np.int64)
+        own, size, rows = np.asarray(numbers, np.int64), sum(map(len, records)), len(records)
+        known = np.full(rows, np.nan) if sure is None else np.asarray(sure)
         with self._writing:
-            if own[0] < self._next or (np.diff(own) <= 0).any():
-                raise ValueError(f"numbers of records rise, from {self._next} on; seen {own[:8].tolist()}…")
-            self._append(records, own, np.full(len(own), np.nan) if sure is None else np.asarray(sure))
+            if own[0] < self.next or (np.diff(own) <= 0).any():
+                raise ValueError(f"numbers of records rise, from {self.next} on; seen {own[:8].tolist()}…")
+            shelf = self._shelf
+            if not shelf.has_room(size, rows):
+                shelf = shelf.larger(size, rows)
+            for row in range(0, rows, BLOCK):
+                block = records[row : row + BLOCK]
+                tokens, lengths = np.concatenate(block), np.array([len(one) for one in block], np.int64)
+                starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+                part = slice(row, row + BLOCK)
+                shelf = shelf.with_rows(tokens, lengths, self.sketch(tokens, starts), own[part], known[part])
+            self.next = int(own[-1]) + 1
+            for one, number in zip(records, own.tolist(), strict=True):  # first: what a shelf has is known here
+                key = hash_of(one)
+                self._same[key] = (*self._same.get(key, ()), number)
+            self._shelf = shelf  # all of them at once
+            self._link(LINKED * rows if rows < FEWEST else LINKED)
 
     def note_sureness(self, numbers: Sequence[int], sure: Sequence[float]) -> None:
         """Note how sure the own answers of records are. Records that are gone are passed over."""
@@ -253,23 +261,6 @@ class TokenIndex:
             rows = shelf.rows_of(np.asarray(numbers, np.int64))
             shelf.own[rows[rows >= 0]] = np.asarray(sure, np.float32)[rows >= 0]
 
-    def _append(self, records: Sequence[Tokens], numbers: Ints, sure: npt.NDArray[Any]) -> None:
-        shelf, rows, size = self._shelf, len(numbers), sum(map(len, records))
-        if not shelf.has_room(size, rows):
-            shelf = shelf.larger(size, rows)
-        for row in range(0, rows, BLOCK):
-            block = records[row : row + BLOCK]
-            tokens, lengths = np.concatenate(block), np.array([len(one) for one in block], np.int64)
-            starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-            part = slice(row, row + BLOCK)
-            shelf = shelf.with_rows(tokens, lengths, self.sketch(tokens, starts), numbers[part], sure[part])
-        self._next = int(numbers[-1]) + 1
-        for one, number in zip(records, numbers.tolist(), strict=True):  # first: what a shelf has is known here
-            key = hash_of(one)
-            self._same[key] = (*self._same.get(key, ()), number)
-        self._shelf = shelf  # all of them at once
-        self._link(LINKED * rows if rows < FEWEST else LINKED)
-
     def link(self, most: int) -> bool:
         """Let the graph catch up by so many records; False: it has them all, or there is none.
 
@@ -277,7 +268,7 @@ class TokenIndex:
         """
         with self._writing:
             self._link(most)
-            return self._graph is not None and self._graph.next < self._next
+            return self._graph is not None and self._graph.next < self.next
 
     def _link(self, most: int) -> None:
         if self._graph is None and len(self) >= GRAPH_FROM:
@@ -294,12 +285,6 @@ class TokenIndex:
         shelf = self._shelf
         found: list[int] = shelf.numbers[shelf.living].tolist()
         return found
-
-    def items(self) -> list[tuple[int, Tokens]]:
-        """All records: numbers and tokens."""
-        shelf = self._shelf
-        rows = np.flatnonzero(shelf.living).tolist()
-        return [(number, shelf.tokens_of(row)) for number, row in zip(shelf.numbers[rows].tolist(), rows, strict=True)]
 
     def remove(self, number: int) -> None:
         """Forget a record; KeyError if there is no such record. Its memory is used again when the arrays are full."""
@@ -322,15 +307,6 @@ class TokenIndex:
         """The tokens of a record, a copy; KeyError if there is no such record."""
         shelf = self._shelf
         return shelf.tokens_of(shelf.row_of(number)).copy()
-
-    def find(self, tokens: Tokens, starts: Ints, k: int = 8) -> Ints:
-        """Numbers of the k records with the nearest sketches, best first, then -1: int64 ``[B, k]``.
-
-        `tokens` is int32 ``[n]``, `starts` int64 ``[B + 1]``. Records that share nothing with an input are not found.
-        ValueError: other arrays, or k is below 1.
-        """
-        shelf = self._shelf
-        return shelf.numbers_of(self._rows(shelf, tokens, starts, k))
 
     def best(
         self, tokens: Tokens, starts: Ints, rule: Rule = DEFAULT, tried: int = TRIED, kinds: Kinds = NO_KINDS
@@ -376,9 +352,10 @@ class TokenIndex:
         return shelf.rows_of(np.array(numbers, np.int64))
 
     def _rows(self, shelf: _Shelf, tokens: Tokens, starts: Ints, k: int) -> Ints:
-        """As `find`, but rows of the shelf."""
-        if k < 1:
-            raise ValueError(f"at least one record must be asked for; seen {k}")
+        """Rows of the k records with the nearest sketches, best first, then -1: int64 ``[B, k]``.
+
+        Records that share nothing with an input are not found.
+        """
         vectors, graph = self.sketch(tokens, starts), self._graph
         if graph is not None and len(shelf.numbers) and graph.next > shelf.numbers[-1]:
             numbers = graph.search(vectors, k)

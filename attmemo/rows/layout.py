@@ -19,7 +19,8 @@ from torch import Tensor
 
 from attmemo.db import ModelInfo
 from attmemo.db.encodings import row_types
-from attmemo.db.records import Kept
+from attmemo.db.pools.pool import Pool
+from attmemo.db.records import Entry, Kept
 from attmemo.kernels.row_attention import Stored
 from attmemo.rows.store import Record
 
@@ -110,10 +111,13 @@ def _up(number: Number) -> Number:
 
 
 class Placed:
-    """Rows of records of a pool, one for each place of a batch; None: the place has no record."""
+    """Rows of records of a pool, one for each place of a batch; None: the place has no record.
+
+    What they lie in is held as long as this object is.
+    """
 
     def __init__(self, layout: RowLayout, records: Sequence[Kept | None]) -> None:
-        self._layout, self._records = layout, records  # what is held stays where it lies
+        self._layout, self._records = layout, records
         begin = np.array(
             [0 if kept is None else kept.segment.address + kept.offset for kept in records], np.int64
         )  # fmt: skip
@@ -129,7 +133,15 @@ class Placed:
         self._scales = planes(begin + layout.scales_at(rows), 4 * layout.heads * rows) if layout.coded else None
         self._last = np.where(there, begin + layout.last_at(rows), 0).astype(np.uint64)
 
+    @classmethod
+    def copied(cls, layout: RowLayout, records: Sequence[Record | None]) -> Placed:
+        """Copies of records that no pool has."""
+        entries = [Entry(record.tokens, layout.body_of(record)) for record in records if record is not None]
+        kept = iter(Pool(None).add(entries).added)
+        return cls(layout, [None if record is None else next(kept) for record in records])
+
     def layer(self, number: int) -> Stored:
+        """K and V of one layer."""
         layout = self._layout
         keys, values = self._planes[number]
         key_scales, value_scales = (None, None) if self._scales is None else self._scales[number]
@@ -139,4 +151,5 @@ class Placed:
         )  # fmt: skip
 
     def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
+        """Where the last hidden states of each record begin, ``[B]`` (0: no record), and their type."""
         return self._last, self._layout.storage[1]

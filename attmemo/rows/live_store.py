@@ -34,7 +34,7 @@ from attmemo.rows.candidate import Offer
 from attmemo.rows.filler import Filler
 from attmemo.rows.index import TokenIndex, hash_of
 from attmemo.rows.layout import Placed, RowLayout
-from attmemo.rows.store import Fetched, Ints, RowStore
+from attmemo.rows.store import Ints, RowStore
 from attmemo.rows.throttle import Account
 
 _LOG = logging.getLogger("attmemo")
@@ -172,11 +172,6 @@ class GrowingRows(RowStore):
         """Wait until all that was offered is kept or left out; False: it takes longer."""
         return self._filler.flush(seconds)
 
-    def note_of(self, record: int) -> bytes:
-        """What was kept with a record; nothing if there is no such record."""
-        kept = self._kept(record)
-        return b"" if kept is None else kept.note
-
     def notes_of(self, records: Sequence[int]) -> list[bytes]:
         """Return what was kept with each record; nothing where there is no such record."""
         ahead, numbers, kept = self._ahead, self._numbers, self.pool.records
@@ -190,13 +185,7 @@ class GrowingRows(RowStore):
         """Tell the index how sure the own answers of records are, from what is kept with them, now and later."""
         self._sure_of = sure_of
         own = [record for record in self.index.numbers() if record >= self._first]
-        self.index.note_sureness(own, [sure_of(self.note_of(record)) for record in own])
-
-    def _kept(self, record: int) -> Kept | None:
-        """What lies behind a number of the index that is not of a prepared record."""
-        kept = self._ahead.get(record)
-        number = self._numbers.get(record) if kept is None else None
-        return kept if number is None else self.pool.records.get(number)
+        self.index.note_sureness(own, [sure_of(note) for note in self.notes_of(own)])
 
     @property
     def done(self) -> dict[str, int]:
@@ -360,7 +349,7 @@ class GrowingRows(RowStore):
 
     # ---- requests ----
 
-    def fetch(self, records: Ints) -> Fetched:
+    def fetch(self, records: Ints) -> Placed:
         """Rows of these records. DatabaseError: a record was dropped since it was found, or is damaged."""
         return Placed(self.layout, self._held(records.tolist()))
 

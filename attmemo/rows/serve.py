@@ -26,7 +26,7 @@ from attmemo.forward.context import NOTHING, Forward, Outcome
 from attmemo.forward.plan import RowShare, Share
 from attmemo.forward.stats import Counters
 from attmemo.kernels.row_attention import Layout
-from attmemo.kernels.row_sinks import Copies
+from attmemo.kernels.row_sinks import Copies, Copy
 from attmemo.kernels.rows import Supply, supply_rows
 from attmemo.models import Call, Site, Spans
 from attmemo.models.blocks import Blocks
@@ -35,9 +35,9 @@ from attmemo.packed.runner import Packed
 from attmemo.packed.stack import ON_THE_RIGHT, Stack, put_first
 from attmemo.rows.candidate import Offer
 from attmemo.rows.filler import MOST_WAITING
-from attmemo.rows.layout import RowLayout
+from attmemo.rows.layout import Placed, RowLayout
 from attmemo.rows.scratch import Scratch
-from attmemo.rows.store import Fetched, Ints, RowStore
+from attmemo.rows.store import Ints, RowStore
 
 _LOG = logging.getLogger("attmemo")
 
@@ -49,7 +49,7 @@ _UNREADABLE = (AttmemoError, OSError, ValueError, IndexError)
 
 _SCRATCH: Final = MOST_WAITING + (8 << 20)  # bytes: what waits to be stored, is stored, and is computed
 
-_Read = tuple[Fetched, npt.NDArray[np.uint64], torch.dtype]  # with what `Fetched.last` gives
+_Read = tuple[Placed, npt.NDArray[np.uint64], torch.dtype]  # with what `Placed.last` gives
 
 
 class Rows(Stack):
@@ -75,7 +75,7 @@ class Rows(Stack):
         super().__init__(blocks, packed)
         self.store, self._guarded = store, guarded
         size, dtype = blocks.heads * blocks.width, packed.dtype
-        self._own = RowLayout(len(blocks.blocks), size, blocks.heads, (dtype, dtype))
+        self.layout = RowLayout(len(blocks.blocks), size, blocks.heads, (dtype, dtype))
         self.scratch = scratch or Scratch(_SCRATCH)
 
     def spans(self, module: nn.Module, call: Call, given: Mapping[str, Any] | None) -> Spans | str:
@@ -189,10 +189,10 @@ class Rows(Stack):
 
         `computed`: first row and the one behind the last, of the sequences that are computed. Others offer nothing.
         """
-        own, take = self._own, self.scratch.take
+        own, take = self.layout, self.scratch.take
         offers = {place: Offer.of(tokens, own, take(own.nbytes(len(tokens)))) for place, tokens in admitted.items()
                   if place in computed}  # fmt: skip
-        return offers, Copies([offer.copy_of(*computed[place]) for place, offer in offers.items()])
+        return offers, Copies([Copy(*computed[place], offer.rows, offer.last) for place, offer in offers.items()])
 
     @staticmethod
     def _computed(last: Tensor, call: Call, forward: Forward) -> Tensor:

@@ -19,24 +19,11 @@ Vectors = npt.NDArray[np.float32]
 class Sketch:
     """Turns token sequences into vectors of length 1; those of empty sequences are zero.
 
-    The random vectors come from a hash of the token ids: there is no table, and every machine gets the same bits.
-
-    Parameters
-    ----------
-    dimensions : int
-        A multiple of 64, at most 1024. The product of two vectors is their similarity with an error of about
-        ``1 / sqrt(dimensions)``.
-
-    Raises
-    ------
-    ValueError
-        Other dimensions.
+    The product of two vectors is their similarity with an error of about ``1 / sqrt(dimensions)``. The random vectors
+    come from a hash of the token ids: there is no table, and every machine gets the same bits.
     """
 
-    def __init__(self, dimensions: int = 256) -> None:
-        if dimensions % 64 or not 0 < dimensions <= 1024:
-            raise ValueError(f"dimensions must be a multiple of 64, at most 1024; seen {dimensions}")
-        self.dimensions = dimensions
+    dimensions = 256
 
     def __call__(self, tokens: npt.NDArray[np.int32], starts: npt.NDArray[np.int64]) -> Vectors:
         """Vectors, float32 ``[B, dimensions]``, of sequences that lie one behind the other.

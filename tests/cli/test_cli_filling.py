@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from command_line import attmemo, refuse, succeed
 from databases import fill
-from pools import MODEL, body_of, entry, is_right, opened, tokens_of
+from pools import MODEL, body_of, entry, hit, is_right, opened, tokens_of
 from transformers import PreTrainedTokenizerFast
 
 from attmemo.db import Database
@@ -37,7 +37,7 @@ def _folder(tmp_path: Path) -> Path:
         pool.add([entry(number) for number in range(5, 20)])
         for number in (1, 7, 7):
             kept = pool.records[number]
-            kept.segment.hit(kept.place)
+            hit(kept)
     return path
 
 
@@ -330,7 +330,7 @@ def test_inspect_shows_what_requests_cost_and_why_records_went(folder: Path, tmp
         pool.note(Work(60, 600, 100))
         for number in range(100, 130):
             pool.add([entry(number)])
-            pool.records[pool._next - 1].segment.hit(pool.records[pool._next - 1].place)
+            hit(pool.records[pool._next - 1])
         pool.add([entry(number) for number in range(200, 400)])
     shown = found("inspect", folder, "--plot", file)
     assert sum(part["requests"] for part in shown["history"]) == 100

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.util
 import json
 import os
 import shutil
-import signal
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +156,28 @@ def intercept_writes(patch: pytest.MonkeyPatch, instead: Callable[[Write], Any])
         patch.setattr(os, name, wrapped(name, getattr(os, name)))
 
 
+class Fails:
+    """The `at`-th system call that changes a file fails with a code, or all from then on.
+
+    Where there is no room, a write takes its first half, and the next call fails.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, code: int, forever: bool = False) -> None:
+        self.calls, self.at, self.code, self.forever, self.failed = 0, at, code, forever, ""
+        self.full = code in (errno.ENOSPC, errno.EDQUOT)
+        intercept_writes(patch, self._write)
+
+    def _write(self, write: Write) -> Any:
+        behind = self.calls - self.at
+        self.calls += 1
+        if self.full and behind == 0 and write.name == "pwrite" and len(write.arguments[1]) > 1:
+            return write.half()
+        if behind >= 0 and (self.forever or behind <= self.full):
+            self.failed = self.failed or write.name
+            raise OSError(self.code, os.strerror(self.code))
+        return write.do()
+
+
 def check_published(path: Path, expected: Contents) -> int:
     """The database is the beginning of what was expected, and whole. The number of its records."""
     seen = contents(path)
@@ -164,36 +186,23 @@ def check_published(path: Path, expected: Contents) -> int:
     return len(seen)
 
 
-def die_at(at: int, after: bool) -> None:
-    """From now on the at-th system call of the builder ends it: before its effect, or half-way through a write."""
-    calls = 0
-
-    def die(write: Write) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls - 1 == at:
-            if after:
-                write.half() if write.name == "pwrite" else write.do()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write.do()
-
-    intercept_writes(pytest.MonkeyPatch(), die)
-
-
-def build_and_tell(path: Path, oracle: Path) -> None:
+def build_and_tell(path: Path, oracle: Path, lengths: Sequence[int] = SHORT, every: int = 2) -> None:
     """Build, and tell what was published to a file that outlives the process."""
     with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
         source = writer.add_source("synthetic.log", "d" * 32)
-        for row, length in list(enumerate(SHORT))[writer.records :]:
+        for row, length in list(enumerate(lengths))[writer.records :]:
             add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
-            manifest = writer.publish() if row % 2 or row == len(SHORT) - 1 else None
-            if manifest is not None:
+            if row % every == every - 1 or row == len(lengths) - 1:
+                manifest = writer.publish()
                 told.write(f"{manifest.generation} {manifest.records}\n")
                 told.flush()
 
 
-def check_left(path: Path, oracle: Path, expected: Contents) -> None:
-    """What was acknowledged is there and exact; at most the publication under way is there too, whole."""
+def check_left(path: Path, oracle: Path, expected: Contents) -> int:
+    """What was acknowledged is there and exact; at most the publication under way is there too, whole.
+
+    Returns how many records were acknowledged.
+    """
     lines = oracle.read_text().split("\n")[:-1] if oracle.exists() else []
     generation, records = map(int, lines[-1].split()) if lines else (0, 0)
     try:
@@ -203,8 +212,9 @@ def check_left(path: Path, oracle: Path, expected: Contents) -> None:
             assert (len(database) == records) == (database.manifest.generation == generation)
     except DatabaseNotFoundError:
         assert generation == 0
-        return
-    check_published(path, expected)
+    else:
+        check_published(path, expected)
+    return records
 
 
 # -- disks

@@ -280,12 +280,6 @@ def test_two_indexes_for_one_length_are_refused(tmp_path: Path) -> None:
         LayerIndex.load(tmp_path / "two", DIMENSION, "flat", records([4] * 30), 30)
 
 
-def test_a_container_that_names_records_of_another_length_is_refused(tmp_path: Path) -> None:
-    LayerIndex.build(clustered(6), np.full(6, 4), "flat").save(tmp_path / "container")
-    with pytest.raises(DatabaseCorruptError, match="another length than 4"):
-        LayerIndex.load(tmp_path / "container", DIMENSION, "flat", records([4, 4, 4, 5, 4, 4]), 6)
-
-
 def test_the_nearest_does_not_depend_on_the_rest_of_the_batch() -> None:
     """Vectors far from the origin and close together: the expanded square would cancel to noise."""
     vectors = clustered(300) * np.float32(1e-3) + np.float32(50.0)

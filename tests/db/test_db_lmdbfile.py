@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import struct
 import threading
 from pathlib import Path
@@ -170,10 +169,3 @@ def test_a_commit_under_way_is_no_damage(tmp_path: Path) -> None:
     finally:
         done.set()
         builder.join()
-
-
-def test_a_copy_of_a_sound_file_passes(tmp_path: Path) -> None:
-    """A file system copy of an environment passes too: nothing depends on its lock file."""
-    write_entries(tmp_path, [(0, 50, 40)], 100)
-    shutil.copy(tmp_path / "data.mdb", tmp_path / "copy.mdb")
-    check_environment(tmp_path / "copy.mdb")

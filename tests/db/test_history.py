@@ -53,9 +53,8 @@ def test_notes_of_all_processes_are_added_and_survive(tmp_path: Path) -> None:
         first.add([entry(1)])
         first.note(Work(1, 10, 10))
     with opened(tmp_path / "pool", fills=False) as pool:
-        pool.load_history()
         total = Work()
-        for period in pool.history.periods:
+        for period in pool.history().periods:
             total = total.plus(period.work)
         assert total == Work(8, 80, 40)
         assert len(pool) == 1
@@ -69,5 +68,4 @@ def test_a_history_of_another_version_is_begun_anew(tmp_path: Path, monkeypatch:
             patched.setattr(History, "state", lambda own: {"hours": 3})
             pool.note(Work(3, 30, 20))
         pool.note(Work(4, 40, 10))
-        pool.load_history()
-        assert [period.work for period in pool.history.periods] == [Work(4, 40, 10)]
+        assert [period.work for period in pool.history().periods] == [Work(4, 40, 10)]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import hit
 
 from attmemo.db.pools.pool import CARRIED, SEGMENTS, Entry, Kept, News, Pool, checksum_of
 from attmemo.db.pools.segment import ALIGNED, Bytes, Segment, start_of
@@ -38,7 +39,7 @@ def name_of(kept: Kept) -> int:
 
 def use(pool: Pool, *numbers: int) -> None:
     for number in numbers:
-        pool.records[number].segment.hit(pool.records[number].place)
+        hit(pool.records[number])
 
 
 def fill(pool: Pool, count: int, nbytes: int = EIGHTH) -> list[News]:
@@ -50,8 +51,8 @@ def fill(pool: Pool, count: int, nbytes: int = EIGHTH) -> list[News]:
 class Model:
     """What a pool must hold."""
 
-    def __init__(self, pool: Pool, bounded: bool = True) -> None:
-        self.pool, self.bounded = pool, bounded
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self.entries: dict[int, Entry] = {}
         self.uses: Counter[int] = Counter()
         self.named = self.highest = -1
@@ -90,7 +91,7 @@ class Model:
         pool = self.pool
         assert pool.records.keys() == self.entries.keys()
         assert len(pool) == len(self.entries)
-        assert pool.max_bytes is None or pool.nbytes <= pool.max_bytes or not self.bounded
+        assert pool.max_bytes is None or pool.nbytes <= pool.max_bytes
         ends: dict[int, list[tuple[int, int, int]]] = {}
         for number, kept in pool.records.items():
             expected = self.entries[number]
@@ -101,7 +102,7 @@ class Model:
             assert np.array_equal(kept.tokens, expected.tokens)
             assert kept.note == expected.note
             assert kept.hits == self.uses[number]
-            assert kept.address % ALIGNED == 0
+            assert (kept.segment.address + kept.offset) % ALIGNED == 0
             assert kept.offset >= kept.segment.start
             ends.setdefault(id(kept.segment), []).append((kept.offset, kept.offset + kept.nbytes, kept.place))
         for found in ends.values():
@@ -113,17 +114,11 @@ class Model:
 
 
 CHOICES = st.lists(st.integers(0, 10**6), max_size=6)
-USUAL = st.one_of(st.integers(0, 200), st.integers(0, ROOM))
-ANY = st.one_of(st.integers(0, 200), st.integers(0, 3000), st.integers(0, 60_000))
+SIZES = st.one_of(st.integers(0, 200), st.integers(0, 3000), st.integers(0, 60_000))
+ADDS = st.tuples(st.just("add"), st.lists(SIZES, max_size=5) | st.lists(st.integers(0, 600), min_size=20, max_size=90))
 USES = st.tuples(st.sampled_from(["use", "hold"]), CHOICES) | st.tuples(st.just("use"), st.none())
 CHANGES = st.tuples(st.just("remove"), CHOICES) | st.tuples(st.just("rewrite"), st.none())
 BOUNDS = st.sampled_from([0, SMALLEST - 1, SMALLEST, 50_000, 5 * SMALLEST, 200_000])
-
-
-def adding(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
-    """A few records of these sizes, or many small ones."""
-    many = st.lists(st.integers(0, 600), min_size=20, max_size=90)
-    return st.tuples(st.just("add"), st.lists(sizes, max_size=5) | many)
 
 
 def steps(*kinds: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
@@ -165,29 +160,19 @@ def take(pool: Pool, model: Model, step: str, given: Any) -> None:
 
 
 class TestAnyOrder:
-    def check(self, pool: Pool, steps: list[tuple[str, Any]], bounded: bool = True) -> None:
-        model = Model(pool, bounded)
+    def check(self, pool: Pool, steps: list[tuple[str, Any]]) -> None:
+        model = Model(pool)
         for step, argument in steps:
             take(pool, model, step, argument)
 
-    @settings(max_examples=120, deadline=None, derandomize=True)
-    @given(BOUNDS, steps(adding(ANY), USES))
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    @given(BOUNDS, steps(ADDS, USES, CHANGES))
     def test_a_pool_holds_what_was_put_in_and_is_bounded(self, max_bytes: int, steps: list[tuple[str, Any]]) -> None:
-        self.check(Pool(max_bytes), steps)
-
-    @settings(max_examples=120, deadline=None, derandomize=True)
-    @given(BOUNDS, steps(adding(USUAL), USES, CHANGES))
-    def test_it_stays_so_while_records_are_removed(self, max_bytes: int, steps: list[tuple[str, Any]]) -> None:
-        self.check(Pool(max_bytes), steps)
-
-    @settings(max_examples=120, deadline=None, derandomize=True)
-    @given(BOUNDS, steps(adding(ANY), USES, CHANGES))
-    def test_large_records_are_removed_and_rewritten_too(self, max_bytes: int, steps: list[tuple[str, Any]]) -> None:
         """A small record and a large one that share a segment take two when they are written anew."""
-        self.check(Pool(max_bytes), steps, bounded=True)
+        self.check(Pool(max_bytes), steps)
 
     @settings(max_examples=120, deadline=None, derandomize=True)
-    @given(steps(adding(ANY), USES, CHANGES, st.tuples(st.just("bound"), BOUNDS)))
+    @given(steps(ADDS, USES, CHANGES, st.tuples(st.just("bound"), BOUNDS)))
     def test_a_pool_without_a_bound_keeps_all_and_one_that_gets_a_bound_holds_it(
         self, steps: list[tuple[str, Any]]
     ) -> None:

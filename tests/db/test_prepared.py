@@ -76,7 +76,7 @@ def test_serving_writes_nothing(tmp_path: Path) -> None:
     pool = open_prepared(path)
     for kept in pool.records.values():
         assert kept.is_sound
-        assert kept.segment.hit(kept.place) is None
+        assert kept.segment.marks is None
     with pytest.raises(DatabaseError, match="was closed"):
         pool.look()
     with pytest.raises(DatabaseError, match="opened to be read only"):

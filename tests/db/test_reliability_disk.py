@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from children import in_child
 from databases import MODEL, add_maps, contents, fill, findings, memory_directory, sequence
-from db_tools import SHORT, Write, check_published, intercept_writes, need_tmpfs, outcome, use
+from db_tools import SHORT, Fails, check_published, need_tmpfs, outcome, use
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
@@ -28,32 +28,17 @@ from attmemo.errors import DatabaseError, StorageFullError
 from attmemo.profiler.train import train_database
 
 
-class _Fails:
-    """One system call fails with a code, or all from then on."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, at: int, code: int, forever: bool = False) -> None:
-        self.calls, self.at, self.code, self.forever, self.failed = 0, at, code, forever, ""
-        intercept_writes(patch, self._write)
-
-    def _write(self, write: Write) -> Any:
-        self.calls += 1
-        if self.calls - 1 == self.at or (self.forever and self.calls > self.at):
-            self.failed = self.failed or write.name
-            raise OSError(self.code, os.strerror(self.code))
-        return write.do()
-
-
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT, errno.ENOSPC], ids=errno.errorcode.get)
 def test_a_failing_disk_never_costs_what_was_published(code: int, forever: bool) -> None:
-    """EIO or a quota at the i-th call, for every i: an error by name, the last generation whole, and it resumes."""
+    """At the i-th call, for every i: an error by name, the last generation whole, and it resumes."""
     with memory_directory() as folder:
         expected = contents(fill(folder / "straight", SHORT))
         at, seen = 0, Counter[str]()
         while True:
             path = folder / f"db{at}"
             with pytest.MonkeyPatch.context() as patch:
-                disk = _Fails(patch, at, code, forever)
+                disk = Fails(patch, at, code, forever)
                 told = outcome(lambda: fill(path, SHORT))  # noqa: B023
             if not disk.failed:
                 assert told == "fine"
@@ -75,7 +60,7 @@ def test_a_second_fsync_never_publishes_lost_pages(tmp_path: Path) -> None:
     path = fill(tmp_path / "db", SHORT[:2])
     with DatabaseWriter(path, MODEL, "float32") as writer, pytest.MonkeyPatch.context() as patch:
         add_maps(writer, *sequence(2, 3), Provenance(0, 2))
-        _Fails(patch, 0, errno.EIO)
+        Fails(patch, 0, errno.EIO)
         for _ in range(3):
             with pytest.raises(DatabaseError, match="Input/output error"):
                 writer.publish()

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 from children import end_of, start_child
-from databases import MODEL, add_maps, changed, contents, fill, memory_directory, sequence, train_by_hand
-from db_tools import Write, check_published, intercept_writes, use
+from databases import changed, contents, fill, memory_directory, train_by_hand
+from db_tools import Write, build_and_tell, check_left, intercept_writes, use
 
 from attmemo import memoize
-from attmemo.db import Database, DatabaseWriter, Provenance, read_manifest
+from attmemo.db import Database, read_manifest
 from attmemo.db.catalogue import Catalogue
-from attmemo.db.files import MANIFEST
 from attmemo.embed.training import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, GenerationMismatchError
 from attmemo.profiler.models import load_model
@@ -76,33 +75,13 @@ def kill_cycles(cycles: int, seed: int) -> None:
     lengths = [generator.randint(2, 9) for _ in range(60)]
     with memory_directory() as folder:
         expected = contents(fill(folder / "straight", lengths, every=1))
-        path, oracle, finished = folder / "db", folder / "told", 0
-
-        def build() -> None:
-            with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
-                source = writer.add_source("synthetic.log", "d" * 32)
-                for row, length in list(enumerate(lengths))[writer.records :]:
-                    add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
-                    manifest = writer.publish()
-                    told.write(f"{manifest.generation} {manifest.records}\n")
-                    told.flush()
-
+        path, oracle = folder / "db", folder / "told"
         for _ in range(cycles):
-            pid = start_child(build)
+            pid = start_child(lambda: build_and_tell(path, oracle, lengths, every=1))
             time.sleep(generator.uniform(0.0, 0.05))
             os.kill(pid, signal.SIGKILL)
             assert end_of(pid) in (0, -signal.SIGKILL)
-            lines = oracle.read_text().split("\n")[:-1] if oracle.exists() else []
-            generation, records = map(int, lines[-1].split()) if lines else (0, 0)
-            if (path / MANIFEST).exists():
-                manifest = read_manifest(path)
-                assert generation <= manifest.generation <= generation + 1
-                assert records <= manifest.records <= records + 1
-                assert check_published(path, expected) == manifest.records
-            else:
-                assert generation == 0
-            if records == len(lengths):
-                finished += 1
+            if check_left(path, oracle, expected) == len(lengths):
                 shutil.rmtree(path)
                 oracle.unlink()
         fill(path, lengths, every=1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from db_tools import body_of, seal
 
 from attmemo import memoize
@@ -16,24 +14,6 @@ from attmemo.db import read_manifest
 from attmemo.errors import StaleDatabaseError
 from attmemo.profiler.models import load_model
 from attmemo.profiler.open import open_model
-
-
-def _trained_one_step(model: Any) -> None:
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs = torch.arange(12).view(2, 6)
-    model(input_ids=inputs, labels=torch.tensor([0, 1])).loss.backward()
-    optimizer.step()
-    model.zero_grad()
-    model.eval()
-
-
-def test_a_fine_tuned_model_is_refused(bert_database: Path, tiny_bert: str) -> None:
-    """One step of SGD: refused, and the weights are named."""
-    model: Any = load_model(tiny_bert).model
-    _trained_one_step(model)
-    with pytest.raises(StaleDatabaseError, match="weights: database sha256"):
-        memoize(model, 0.5, bert_database)
 
 
 def test_another_mask_is_refused(bert_database: Path, tiny_bert: str, tmp_path: Path) -> None:

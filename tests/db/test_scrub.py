@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ from pools import entries, opened, read_beside, read_state, state_of, wait_for
 
 from attmemo.db.lmdbfile import check_environment, unread
 from attmemo.db.records import Entry
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_directory() as parent:
-        yield parent / "pool"
 
 
 def contents(path: Path) -> list[tuple[bytes, bytes]]:

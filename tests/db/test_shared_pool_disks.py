@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,9 @@ import pytest
 from children import in_child
 from databases import memory_directory
 from db_tools import READ_ONLY, REMOUNT, need_tmpfs, outcome
-from pools import PLAIN, SMALL, check_files, entries, entry, open_pool, opened, read_state, state_of, states
+from pools import PLAIN, SMALL, check_files, entries, entry, hit, open_pool, opened, read_state, state_of, states
 
 from attmemo.errors import DatabaseError, DatabaseNotFoundError
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """The folder of a pool that is not made yet, in memory."""
-    with memory_directory() as parent:
-        yield parent / "pool"
 
 
 class _Fails:
@@ -140,7 +133,7 @@ def test_a_folder_that_may_not_be_written_is_read(tmp_path: Path) -> None:
         with opened(path, fills=False) as pool:
             assert len(state_of(pool)) == 5
             kept = pool.records[0]
-            kept.segment.hit(kept.place)
+            hit(kept)
             assert kept.hits == 0
             assert not pool.news()
             assert outcome(lambda: pool.add(entries([9]))) == "DatabaseError"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from children import end_of, in_child, run_child, start_child
-from databases import memory_directory
 from db_tools import outcome
 from pools import SMALL, check_files, entries, files, open_pool, opened, read_state, state_of, wait_for
 
@@ -21,14 +20,6 @@ from attmemo.db.pools import shared_pool
 from attmemo.db.pools.fill_lock import LEASE
 from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import DatabaseLockedError
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """The folder of a pool that is not made yet, in memory."""
-    with memory_directory() as parent:
-        yield parent / "pool"
-
 
 # -- the lease
 
@@ -105,23 +96,14 @@ def test_two_pools_in_a_process_are_one_folder_and_closing_one_leaves_the_other(
 
 
 def test_threads_that_fill_through_two_pools_lose_nothing(folder: Path) -> None:
-    wrong: list[BaseException] = []
-
     def work(pool: SharedPool, first: int) -> None:
-        try:
-            for number in range(first, first + 40):
-                pool.add(entries([number], 500))
-                pool.news()
-        except BaseException as error:
-            wrong.append(error)
+        for number in range(first, first + 40):
+            pool.add(entries([number], 500))
+            pool.news()
 
     with opened(folder) as one, opened(folder) as two:
-        threads = [threading.Thread(target=work, args=(pool, 100 * n)) for n, pool in enumerate([one, one, two])]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(work, (one, one, two), (0, 100, 200)))
         one.news()
         two.news()
         assert state_of(one) == state_of(two)

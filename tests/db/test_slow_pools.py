@@ -15,6 +15,7 @@ from pools import (
     disk,
     entry,
     fill_until_killed,
+    hit,
     is_right,
     killed_fillers,
     many_fillers,
@@ -58,7 +59,7 @@ def test_records_that_never_repeat_leave_disk_descriptors_and_mappings_flat() ->
                     reader.news()
                     for kept in list(reader.records.values())[:: max(1, len(reader) // 5)]:
                         assert is_right(kept)
-                        kept.segment.hit(kept.place)
+                        hit(kept)
                 if batch % 200 == 199:
                     catalogue = (path / "catalogue" / "data.mdb").stat().st_size
                     seen.append((disk(path), catalogue, *_held()))

@@ -75,7 +75,8 @@ def test_reused_are_the_answers_that_are_not_the_exact_ones() -> None:
             for name in BASE
         }
         guard.margin.least = (0.0, 2.0)[turn % 3 == 2]  # below the margin, answers are computed exactly after all
-        known = {one.tobytes() for _, one in model.attmemo.engine.reuse.store.index.items()}
+        index = model.attmemo.engine.reuse.store.index
+        known = {index.tokens_of(number).tobytes() for number in index.numbers()}
         asked = [ids[:n].numpy().astype(np.int32).tobytes() for ids, n in
                  zip(inputs["input_ids"], inputs["attention_mask"].sum(1).tolist(), strict=True)]  # fmt: skip
         found += differ(model, case, inputs)

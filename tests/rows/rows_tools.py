@@ -23,9 +23,8 @@ from attmemo import memoize
 from attmemo.db.encodings import quantize
 from attmemo.kernels.align import Rule
 from attmemo.rows.candidate import Offer
-from attmemo.rows.layout import RowLayout
+from attmemo.rows.layout import Placed, RowLayout
 from attmemo.rows.live_store import GrowingRows
-from attmemo.rows.store import Fetched
 
 LAYERS, HEADS, WIDTH = 2, 2, 8
 FLOAT = (torch.float32, torch.float32)
@@ -63,7 +62,7 @@ def at(address: int, rows: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(octets, dtype=dtype).view(rows, -1).clone()
 
 
-def fetched(found: Fetched, place: int, layers: int = LAYERS) -> tuple[Tensor, Tensor]:
+def fetched(found: Placed, place: int, layers: int = LAYERS) -> tuple[Tensor, Tensor]:
     """Rows ``[layers, 2, n, H]`` and last hidden states of one place, decoded if they are in 8 bits."""
     rows = []
     for number in range(layers):

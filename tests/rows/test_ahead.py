@@ -6,14 +6,12 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from children import end_of, in_child, start_child
-from databases import memory_directory
 from pools import MODEL, check_files, entries, entry, is_right, open_pool, opened, read_state, serves, state_of
 from rows_tools import fetched, find, layout, numbers, offers_of, record
 
@@ -28,12 +26,6 @@ from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.throttle import Pace
 
 EACH = rounded(3000)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_directory() as parent:
-        yield parent / "pool"
 
 
 def write(pool: SharedPool, *identities: int) -> list[Kept]:
@@ -268,7 +260,7 @@ class TestStore:
         rows, last = fetched(store.fetch(numbers(own)), 0)
         assert torch.equal(rows, record(1)[1])
         assert torch.equal(last, record(1)[2])
-        assert store.note_of(int(own)) == b"n"
+        assert store.notes_of([int(own)]) == [b"n"]
         other = store_in(folder, fills=False)
         assert numbers_of(other) == [[True, False, False, False]]
         assert store.flush()
@@ -350,13 +342,6 @@ class TestStore:
         for seed in range(3):
             assert torch.equal(fetched(store.fetch(find(store, record(seed)[0])), 0)[0], record(seed)[1])
         store.close()
-
-    def test_closing_publishes(self, folder: Path) -> None:
-        store = store_in(folder)
-        self.begin(store)
-        self.offer(store, 1)
-        store.close()
-        assert len(read_numbers(folder)) == 2
 
 
 def test_a_fork_while_a_record_is_half_written_leaves_both_processes_able_to_store(

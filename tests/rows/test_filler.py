@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from children import in_child, run_child
@@ -68,15 +69,6 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def in_threads(count: int, act: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=act, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-        assert not thread.is_alive()
-
-
 class TestStoring:
     def test_what_was_handed_over_is_stored_once_and_in_order(self, store: Store) -> None:
         for number in range(0, 200, 2):
@@ -97,7 +89,8 @@ class TestStoring:
             for n in range(300):
                 store.filler.offer([1000 * own + n], [1])
 
-        in_threads(6, offer)
+        with ThreadPoolExecutor(6) as threads:
+            list(threads.map(offer, range(6)))
         assert store.filler.flush(LONG)
         assert sorted(store.stored) == [1000 * own + n for own in range(6) for n in range(300)]
         for own in range(6):
@@ -207,25 +200,6 @@ class TestFull:
         assert store.filler.offer([1], [1])
         wait_until(lambda: len(store.stored) >= 2)
         assert store.stored == [0, 1]
-
-    def test_afterwards_there_is_room_again(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "MOST_WAITING", 100)
-        store.block()
-        assert store.filler.offer([1], [100])
-        assert not store.filler.offer([2], [100])
-        store.may_go.set()
-        assert store.filler.flush(LONG)
-        assert store.filler.offer([3], [100])
-        assert store.filler.flush(LONG)
-        assert store.stored == [0, 1, 3]
-
-    def test_one_that_is_larger_than_may_wait_is_taken_if_nothing_waits(
-        self, store: Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(module, "MOST_WAITING", 100)
-        assert store.filler.offer([1], [1000])
-        assert store.filler.flush(LONG)
-        assert store.stored == [1]
 
     def test_what_is_not_admitted_is_counted_and_need_not_be_made(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
@@ -393,14 +367,10 @@ class TestFlush:
 
     def test_it_can_be_called_from_many_threads(self, store: Store) -> None:
         store.block()
-        found = list[bool]()
-        threads = [threading.Thread(target=lambda: found.append(store.filler.flush(LONG))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        store.may_go.set()
-        for thread in threads:
-            thread.join(LONG)
-        assert found == [True] * 4
+        with ThreadPoolExecutor(4) as threads:
+            found = [threads.submit(store.filler.flush, LONG) for _ in range(4)]
+            store.may_go.set()
+            assert all(one.result(LONG) for one in found)
 
 
 class TestEnd:

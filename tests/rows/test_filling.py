@@ -21,7 +21,6 @@ from attmemo import DatabaseError, StaleDatabaseError, UnsupportedModelError, me
 from attmemo.db import cache_directory, filling_path
 from attmemo.db.environments import ENVIRONMENTS
 from attmemo.db.files import storing
-from attmemo.db.pools.fill_lock import LEASE
 from attmemo.db.pools.filling import is_filling
 from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.fingerprint import fingerprint, model_fields
@@ -172,8 +171,7 @@ class TestShared:
         stats = model.attmemo.stats()
         unmemoize(model)
         with closing(SharedPool(tmp_path / "own", 1, fills=False)) as pool:
-            pool.load_history()
-            (period,) = pool.history.periods
+            (period,) = pool.history().periods
         assert period.work == (stats["sequences"], stats["tokens"], stats["rows_computed"])
         assert stats["sequences"] == 3 * len(LENGTHS)
         assert stats["tokens"] == 3 * sum(LENGTHS)
@@ -263,44 +261,6 @@ class TestTrouble:
         assert served(model) == 0
         ask(model)
         assert model.attmemo.stats()["records"] == len(LENGTHS), "it goes on once there is room"
-
-    def test_a_lease_that_another_holds_costs_no_answer(
-        self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        import fcntl
-
-        from attmemo.db.pools import shared_pool
-
-        monkeypatch.setattr(shared_pool, "PATIENCE", 0.01)
-        model = filled(bare, tmp_path / "own")
-        expected = answer(bare)
-        holder = os.open(tmp_path / "own" / LEASE, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        for _ in range(2):
-            assert apart(ask(model), expected) <= NEAR
-        assert caplog.text.count("being filled by another process") == 1
-        os.close(holder)
-        ask(model)
-        assert model.attmemo.stats()["records"] == len(LENGTHS)
-
-    def test_a_damaged_record_is_computed_and_named(
-        self, bare: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        first = filled(bare, tmp_path / "own")
-        expected = ask(first)
-        unmemoize(first)
-        pool = SharedPool(tmp_path / "own", 1 << 24, fills=False)
-        pool.news()
-        kept = max(pool.records.values(), key=lambda one: one.number)
-        with (tmp_path / "own/segments" / f"{kept.segment.number:010d}").open("r+b") as file:
-            file.seek(kept.offset + kept.nbytes // 2)
-            file.write(bytes(64))
-        pool.close()
-        model = filled(bare, tmp_path / "own")
-        assert apart(ask(model), expected) <= NEAR
-        assert "is damaged and is not served" in caplog.text
-        assert apart(ask(model), expected) <= NEAR
-        assert served(model) >= len(LENGTHS) - 1, "the others serve"
 
     @pytest.mark.parametrize("part", ["FILLING.json", "catalogue/data.mdb", "segments/*", "guard/*.safetensors"])
     def test_a_folder_with_a_cut_file_is_filled_on_and_that_is_told_once(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from rows_tools import HEADS, LAYERS, WIDTH, as_stored, fetched, layout, record
 
 from attmemo.db.pools.pool import Entry, Pool
 from attmemo.rows.layout import Placed
-from attmemo.rows.store import HeldRows, Record
+from attmemo.rows.store import Record
 
 FORMS = {
     "float32": (torch.float32, torch.float32),
@@ -25,31 +27,18 @@ class TestPlaced:
     def test_addresses_lead_to_the_rows_that_were_put_in(self, form: str) -> None:
         storage, pool = FORMS[form], Pool(1 << 20)
         own, added = layout(storage), [record(seed, n) for seed, n in enumerate(LENGTHS)]
-        kept = pool.add([Entry(one[0], own.body_of(Record.pack(*one, storage, HEADS))) for one in added]).added
+        records = [Record.pack(*one, storage, HEADS) for one in added]
+        kept = pool.add([Entry(one.tokens, own.body_of(one)) for one in records]).added
         order = [2, None, 0, 4, 3, 1, None, 2]
-        found = Placed(own, [None if number is None else kept[number] for number in order])
-        for place, number in enumerate(order):
+        of_pool = Placed(own, [None if number is None else kept[number] for number in order])
+        copied = Placed.copied(own, [None if number is None else records[number] for number in order])
+        for found, (place, number) in product((of_pool, copied), enumerate(order)):
             if number is None:
                 assert found.layer(1).keys[place] == found.layer(1).rows[place] == found.last()[0][place] == 0
                 continue
             rows, last = fetched(found, place)
             assert torch.equal(rows, as_stored(added[number][1], storage[0], HEADS))
             assert torch.equal(last, added[number][2].to(storage[1]).float())
-
-    def test_it_tells_what_a_store_of_tensors_tells(self, form: str) -> None:
-        """All but the addresses themselves."""
-        storage, pool, own = FORMS[form], Pool(1 << 20), layout(FORMS[form])
-        records = [Record.pack(*record(seed, n), storage, HEADS) for seed, n in enumerate(LENGTHS)]
-        kept = pool.add([Entry(one.tokens, own.body_of(one)) for one in records]).added
-        found, expected = Placed(own, kept), HeldRows(records).fetch(np.arange(len(records)))
-        assert found.last()[1] == expected.last()[1]
-        for number in range(LAYERS):
-            one, other = found.layer(number), expected.layer(number)
-            assert np.array_equal(one.rows, other.rows)
-            assert (one.dtype, one.row_bytes, one.scale_row_bytes) == (
-                other.dtype, other.row_bytes, other.scale_row_bytes,
-            )  # fmt: skip
-            assert (one.key_scales is None) == (other.key_scales is None) == (form != "int8")
 
     def test_parts_do_not_overlap_and_are_aligned(self, form: str) -> None:
         own = layout(FORMS[form])

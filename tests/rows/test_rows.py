@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,16 +80,6 @@ class TestExact:
         assert stats["repeated"] == len(STORED)
         assert stats["rows_computed"] == 0, "the record has all"
         assert not stats["failures"]
-
-    def test_a_record_that_supplies_every_row_equals_packed(self, family: Case) -> None:
-        model = family.serve()
-        whole = supplied(family.stored, [*range(len(STORED))], [[*range(n)] for n in STORED])
-        with model.attmemo.engine.planned(whole):
-            seen = last(model, family.stored)
-        assert gap(seen, last(family.packed, family.stored), valid(family.stored)) <= NEAR
-        stats = model.attmemo.stats()
-        assert not stats["failures"]
-        assert stats["rows_computed"] == 0
 
     def test_outputs_of_padding_are_zero(self, family: Case) -> None:
         model = family.serve()
@@ -421,11 +411,8 @@ class TestApproximation:
                 own = (number + turn) % 4
                 worst.append(gap(last(model, batches[own]), expected[own], valid(batches[own])))
 
-        threads = [threading.Thread(target=serve, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(serve, range(3)))
         assert len(worst) == 18
         assert max(worst) <= NEAR
         assert not model.attmemo.stats()["failures"]

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from children import end_of, start_child
 from databases import MODEL, memory_directory
 
@@ -56,6 +57,13 @@ def entry(identity: int, nbytes: int = 3000, length: int = 8) -> Entry:
     return Entry(tokens, body_of(tokens), note_of(tokens))
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The folder of a pool that is not made yet, in memory."""
+    with memory_directory() as parent:
+        yield parent / "pool"
+
+
 def entries(identities: Iterable[int], nbytes: int = 3000) -> list[Entry]:
     return [entry(identity, nbytes) for identity in identities]
 
@@ -86,6 +94,12 @@ def is_right(kept: Kept) -> bool:
     if len(kept.tokens) < 2 or kept.nbytes != kept.tokens[1]:
         return False
     return kept.note == note_of(kept.tokens) and bool(np.array_equal(kept.body, body_of(kept.tokens)))
+
+
+def hit(kept: Kept) -> None:
+    """Count a use, as a request that the record serves."""
+    if kept.segment.marks is not None:
+        kept.segment.marks[kept.place] += 1
 
 
 def damage(kept: Kept) -> None:
@@ -146,7 +160,7 @@ def _add_used(used: int, *identities: int) -> Step:
     def step(pool: SharedPool) -> News:
         for kept in pool.records.values():
             if kept.tokens[0] % 4 == used:
-                kept.segment.hit(kept.place)
+                hit(kept)
         return pool.add(entries(identities))
 
     return step
@@ -200,7 +214,7 @@ def fill_until_killed(path: Path, told: Path, seed: int, max_bytes: int) -> None
         stream.flush()
         while True:
             for kept in generator.sample(sorted(pool.records.values(), key=lambda kept: kept.number), len(pool) // 8):
-                kept.segment.hit(kept.place)
+                hit(kept)
             new = [entry(generator.randrange(1 << 20), generator.randrange(1, 9000)) for _ in range(3)]
             news = pool.add([one for one in new if pool.write(one) is None])
             added = [(kept.number, int(kept.tokens[0])) for kept in news.added]
@@ -338,7 +352,7 @@ def _working(path: Path, number: int, seconds: float, max_bytes: int, folder: Pa
             assert pool.records.keys() == known.keys()
             for kept in generator.sample(list(pool.records.values()), min(4, len(pool))):
                 assert is_right(kept), f"record {kept.number} changed"
-                kept.segment.hit(kept.place)
+                hit(kept)
             new = [entry(generator.randrange(1 << 20), generator.randrange(1, most)) for _ in range(2)]
             try:
                 chance = generator.random()

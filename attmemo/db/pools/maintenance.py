@@ -22,8 +22,6 @@ Tokens = npt.NDArray[np.int32]
 
 def summarize(pool: SharedPool) -> dict[str, Any]:
     """What `attmemo inspect` shows, JSON-able."""
-    if not pool.filling.sealed:
-        pool.load_history()
     records = list(pool.records.values())
     now = time.time()
     ages = []
@@ -49,7 +47,7 @@ def summarize(pool: SharedPool) -> dict[str, Any]:
         "hits": sum(kept.hits for kept in records), "ages": ages, "counts": pool.counts,
         "history": [
             {"begin": period.begin, "seconds": period.seconds, **period.work._asdict()}
-            for period in pool.history.periods
+            for period in ([] if pool.filling.sealed else pool.history().periods)
         ],
     }  # fmt: skip
 

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Final
 
-from attmemo.db.pools.history import History, Work
+from attmemo.db.pools.history import Work
 from attmemo.db.pools.segment import Bytes, Pause, Segment, bytes_for, no_pause, packed, rounded
 from attmemo.db.records import Draft, Entry, Kept, News, Tail, checksum_of
 from attmemo.errors import StorageFullError
@@ -57,8 +57,6 @@ class Pool:
         Records since the pool was made, by what became of them: ``added``, ``evicted``, ``carried`` (to another
         segment), ``forgotten``, ``damaged`` (with their segment); of those evicted, ``evicted_used``: they were used,
         but less than others that were carried.
-    history : History
-        What requests cost.
     """
 
     def __init__(self, max_bytes: int | None) -> None:
@@ -70,7 +68,6 @@ class Pool:
         self._next = self._next_segment = 0
         self._known = News()  # what is still to be told
         self.counts: dict[str, int] = {}
-        self.history = History()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -120,8 +117,7 @@ class Pool:
         return found
 
     def note(self, work: Work) -> None:
-        """What requests did since the last call."""
-        self.history.add(time.time(), work)
+        """What requests did since the last call; in memory it is not kept."""
 
     def add(self, entries: Sequence[Entry], pause: Pause = no_pause) -> News:
         """Keep these; what has to go for them goes. An entry that is larger than the pool is left out.

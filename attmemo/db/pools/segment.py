@@ -231,14 +231,6 @@ class Segment:
         self.check_whole()
         return self._bytes[offset : offset + nbytes]
 
-    def hit(self, place: int) -> int | None:
-        """Record number `place` of the segment was used; how often since it was written here. None: not noted."""
-        self.check_whole()
-        if self.marks is None:
-            return None
-        self.marks[place] += 1
-        return int(self.marks[place])
-
     def hits(self, place: int) -> int:
         """How often a record was used since it was written here."""
         self.check_whole()

@@ -54,7 +54,7 @@ from attmemo.db.files import ANEW, CATALOGUE, DAMAGED, storing, sync
 from attmemo.db.folder import SEGMENTS, begin, check_parts, is_begun, make_folder
 from attmemo.db.pools.fill_lock import lease
 from attmemo.db.pools.filling import Filling
-from attmemo.db.pools.history import Work
+from attmemo.db.pools.history import History, Work
 from attmemo.db.pools.pool import Pool
 from attmemo.db.pools.prewrite import Ahead
 from attmemo.db.pools.segment import Pause, Segment, no_pause
@@ -214,23 +214,19 @@ class SharedPool(Pool):
             segments[number] = segment
         return segments, tails
 
-    def load_history(self) -> None:
-        """Read what requests cost, those of all processes."""
-        with self._lock, ENVIRONMENTS.working(), self._naming():
-            env = self._environment()
-            with env.begin() as transaction:
-                self.history = self._entries.history(transaction)
+    def history(self) -> History:
+        """What requests cost, those of all processes."""
+        with self._lock, ENVIRONMENTS.working(), self._naming(), self._environment().begin() as transaction:
+            return self._entries.history(transaction)
 
     # ---- writing ----
 
     def note(self, work: Work) -> None:
         """DatabaseError: it cannot be written, or another process writes."""
-        with self._filling(), storing(self.path):
-            with self._environment().begin(write=True) as transaction:
-                history = self._entries.history(transaction)
-                history.add(time.time(), work)
-                put(transaction, HISTORY, json.dumps(history.state()).encode())
-            self.history = history
+        with self._filling(), storing(self.path), self._environment().begin(write=True) as transaction:
+            history = self._entries.history(transaction)
+            history.add(time.time(), work)
+            put(transaction, HISTORY, json.dumps(history.state()).encode())
 
     def write(self, entry: Entry, pause: Pause = no_pause) -> Kept | None:
         """As `Pool.write`. If the next `add` fails, what was written is lost. DatabaseError: the disk refuses."""
