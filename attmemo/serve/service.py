@@ -95,6 +95,8 @@ class Service:
         What requests hold.
     draining : bool
         The service is about to end: it answers, but calls itself unhealthy.
+    inside : int
+        Sequences that were let in and are not answered.
     """
 
     model: ServedModel
@@ -106,7 +108,7 @@ class Service:
         self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests, WORTH * split.threads)
         self._worker = Worker(settings, self._queue, self._finished, self.metrics.forward)
         self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
-        self._inside = 0  # sequences that were let in and are not answered
+        self.inside = 0
         self._shown = 0  # of these, inputs of the tokenizer's own routes
         self.threads = TextThreads(settings.workers, split.others, shared=split.others == split.model)
         self.bodies, self.answers = Room(max(BODIES, LARGEST * settings.payload_limit), SMALL), Room(ANSWERS)
@@ -124,7 +126,7 @@ class Service:
         except BaseException:
             self.close()
             raise
-        self.metrics.watch(lambda: gauges(self))
+        self.metrics.now = lambda: gauges(self)
         return self
 
     def close(self) -> None:
@@ -137,11 +139,6 @@ class Service:
     def alive(self) -> bool:
         """Whether the model's thread runs."""
         return self._worker.alive
-
-    @property
-    def inside(self) -> int:
-        """Sequences that were let in and are not answered."""
-        return self._inside
 
     @property
     def waiting(self) -> int:
@@ -226,7 +223,7 @@ class Service:
                 hold(NUMBER * self.model.width * sum(len(one.ids) for one in encoded))
             await self._ask(encoded, request, gone)
         finally:
-            self._inside -= len(inputs)
+            self.inside -= len(inputs)
         answers = [answer for answer in request.answers if answer is not None]
         done = Done(
             answers,
@@ -279,10 +276,10 @@ class Service:
         self._let_in(count)
         self._shown += count
         try:
-            made = await self.threads.each(inputs, work, seen, busy=lambda: self._inside > self._shown)
+            made = await self.threads.each(inputs, work, seen, busy=lambda: self.inside > self._shown)
         finally:
             self._shown -= count
-            self._inside -= count
+            self.inside -= count
         self.metrics.shown(method, len(inputs), 1e3 * (perf_counter() - start))
         return made
 
@@ -294,9 +291,9 @@ class Service:
 
     def _let_in(self, count: int) -> None:
         """Count the sequences in, or refuse them. A request larger than the limit is let in where nothing is."""
-        if self._inside and self._inside + count > self.settings.max_concurrent_requests:
+        if self.inside and self.inside + count > self.settings.max_concurrent_requests:
             raise overloaded()
-        self._inside += count
+        self.inside += count
 
     async def _encode(self, inputs: Sequence[Input], truncate: bool, side: Side, prompt: str | None) -> list[Tokens]:
         """Tokens of inputs, made in threads beside the model."""
@@ -308,7 +305,7 @@ class Service:
         at_once = side == "right" or not truncate  # the tokenizer that cuts on the left may have to be made
         if at_once and len(inputs) == 1 and isinstance(inputs[0], str) and len(inputs[0]) <= SHORT:
             return encode(inputs)
-        return await self.threads.each(inputs, encode, busy=lambda: self._inside - self._shown > len(inputs))
+        return await self.threads.each(inputs, encode, busy=lambda: self.inside - self._shown > len(inputs))
 
     async def _ask(
         self, encoded: Sequence[Tokens], request: Request, gone: Callable[[], Awaitable[Any]] | None
