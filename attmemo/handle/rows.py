@@ -68,29 +68,14 @@ ATTACKS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Guarding:
-    """How answers are guarded.
+    """How answers are guarded."""
 
-    Parameters
-    ----------
-    budget : float
-        Share of answers that may change.
-    confidence : float
-    answers : Answers
-        What an answer is.
-    tokenizer
-        Tells numbers from words; None: one is looked for.
-    shadow : bool
-        Every answer is exact; what would have been reused is counted.
-    log : ChangeLog or None
-        Has verified answers that had changed.
-    """
-
-    budget: float
+    budget: float  # share of answers that may change
     confidence: float
-    answers: Answers
-    tokenizer: Any
-    shadow: bool = False
-    log: ChangeLog | None = None
+    answers: Answers  # what an answer is
+    tokenizer: Any  # tells numbers from words; None: one is looked for
+    shadow: bool  # every answer is exact; what would have been reused is counted
+    log: ChangeLog | None  # has verified answers that had changed
 
     @classmethod
     def of(
@@ -154,15 +139,7 @@ def prepare_rows(
 
 @dataclass
 class _Making:
-    """What a model's own handle and those of its namespaces are made of.
-
-    Attributes
-    ----------
-    budget : float
-        That rows have now: half of it once 8-bit layers serve.
-    equal_only : bool
-        Similar inputs are not reused.
-    """
+    """What a model's own handle and those of its namespaces are made of."""
 
     encoder: nn.Module
     adapter: Adapter
@@ -174,8 +151,8 @@ class _Making:
     gate: bool
     guarding: Guarding | None
     linear: LinearName
-    budget: float = 0.0
-    equal_only: bool = False
+    budget: float = 0.0  # that rows have now: half of it once 8-bit layers serve
+    equal_only: bool = False  # similar inputs are not reused
 
     def __post_init__(self) -> None:
         if self.guarding is not None:

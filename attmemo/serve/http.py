@@ -36,75 +36,36 @@ Work = Callable[[Any, Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route that takes a body.
-
-    Parameters
-    ----------
-    paths : tuple of str
-    body : type
-        The kind of body.
-    work : callable
-        Makes the response of a body and its request.
-    what : str
-        For the OpenAPI document.
-    answer : type or None
-        The kind of answer, for the document; None: the route refuses all.
-    openai : bool
-        Errors have OpenAI's form.
-    """
+    """A route that takes a body."""
 
     paths: tuple[str, ...]
     body: type[Body]
     work: Work
-    what: str
-    answer: type[BaseModel] | None = None
-    openai: bool = False
+    what: str  # for the OpenAPI document
+    answer: type[BaseModel] | None = None  # for the document too; None: the route refuses all
+    openai: bool = False  # errors have OpenAI's form
 
 
 @dataclass(frozen=True, slots=True)
 class StateRoute:
-    """A route that says how the service is.
-
-    Parameters
-    ----------
-    path : str
-    work : callable
-        Makes the response.
-    what : str
-        For the OpenAPI document, like the rest.
-    form : type
-        The kind of response.
-    answer : type, optional
-        The kind of answer in JSON.
-    fails : bool
-        It says 503 where the service is not well.
-    keyed : bool
-        It needs the key.
-    """
+    """A route that says how the service is; all but the first two fields are for the OpenAPI document."""
 
     path: str
     work: Callable[..., Awaitable[Response]]
     what: str
     form: type[Response] = Response
-    answer: type[Any] | None = None
-    fails: bool = False
-    keyed: bool = False
+    answer: type[Any] | None = None  # in JSON
+    fails: bool = False  # it says 503 where the service is not well
+    keyed: bool = False  # it needs the key
 
 
 class Flowing(Response):
-    """A response in JSON that is sent as the client reads.
+    """A response in JSON that is sent as the client reads; its share of the room is freed when all is sent."""
 
-    Parameters
-    ----------
-    parts : list of bytes
-        Of the body.
-    headers : mapping
-    share : Share, optional
-        Freed when all is sent.
-    """
+    share: Share | None = None
 
-    def __init__(self, parts: list[bytes], headers: Mapping[str, str], share: Share | None = None) -> None:
-        self.size, self.parts, self.share = sum(map(len, parts)), parts, share
+    def __init__(self, parts: list[bytes], headers: Mapping[str, str]) -> None:
+        self.size, self.parts = sum(map(len, parts)), parts
         super().__init__(headers={**headers, "content-length": str(self.size)}, media_type=JSON)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -55,37 +55,17 @@ class Answer:
 
 @dataclass(slots=True)
 class ServedModel:
-    """A model as it was loaded.
+    """A model as it was loaded."""
 
-    Attributes
-    ----------
-    module : nn.Module
-        Called with token ids, mask and types; for embeddings a sentence-transformers model.
-    task : {"embedding", "classifier", "reranker", "tagger"}
-    tokenizer : transformers tokenizer
-    longest : int
-        Tokens that it takes.
-    width : int
-        Numbers of an answer: of an embedding, or classes.
-    pooling : str
-        Of embeddings.
-    labels : list of str
-        Names of classes.
-    spans : Spans or None
-        Reads the tags of a tagger.
-    prompts : mapping of str to str
-        Texts to put before others, by name.
-    """
-
-    module: nn.Module
+    module: nn.Module  # called with token ids, mask and types; for embeddings a sentence-transformers model
     task: Task
     tokenizer: Any
-    longest: int
-    width: int
+    longest: int  # tokens that it takes
+    width: int  # numbers of an answer: of an embedding, or classes
     pooling: str = ""
-    labels: list[str] = field(default_factory=list)
-    spans: Spans | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
+    labels: list[str] = field(default_factory=list)  # of classes
+    spans: Spans | None = None  # reads the tags of a tagger
+    prompts: Mapping[str, str] = field(default_factory=dict)  # texts to put before others, by name
     extra_rows: int = 0  # of verifications, since it was loaded
 
     @property

@@ -79,16 +79,8 @@ class Done:
 class Service:
     """One model, one database, one inference thread.
 
-    Parameters
-    ----------
-    settings : Settings
-
     Attributes
     ----------
-    model : ServedModel
-    texts : Texts
-        The model's tokenizer.
-    metrics : Metrics
     threads : TextThreads
         They work on texts and on large bodies.
     bodies, answers : Room
@@ -180,33 +172,24 @@ class Service:
         each: bool = False, reuse: bool = True, namespace: str | None = None, method: str = "batch",
         gone: Callable[[], Awaitable[Any]] | None = None, hold: Callable[[int], None] | None = None,
     ) -> Done:  # fmt: skip
-        """Answers to inputs, in their order.
+        """Answers to inputs, in their order, or a `Refusal`.
 
         Parameters
         ----------
         inputs : sequence of str, pair of str, or list of int
-        truncate : bool, optional
-            Cut what is too long. Default: as the settings say.
-        side : {"right", "left"}
-            Where to cut.
-        prompt : str, optional
-            Name of the prompt to put before each text.
+        truncate, side, prompt
+            Whether to cut what is too long (None: as the settings say), on which side, and the name of what stands
+            before each text.
         each : bool
             Also give the hidden states of all tokens.
-        reuse : bool
-            Records may serve.
-        namespace : str, optional
-            Whose records; `check_namespace` has seen it.
+        reuse, namespace
+            Whether records may serve, and whose; `check_namespace` has seen it.
         method : {"batch", "single"}
             How metrics count it.
         gone : callable, optional
             Awaited beside the work: when it returns, the client has gone away, and what waits is dropped.
         hold : callable, optional
             Given the bytes that hidden states of all tokens will take, before they are computed; it may refuse them.
-
-        Raises
-        ------
-        Refusal
         """
         start = perf_counter()
         self.metrics.asked(method)
@@ -247,24 +230,11 @@ class Service:
         self, inputs: Sequence[Item], work: Callable[[Sequence[Item]], list[Made]], method: str,
         seen: Callable[[list[Made]], None] | None = None,
     ) -> list[Made]:  # fmt: skip
-        """Results of work on inputs, of a route that needs the tokenizer alone.
+        """Results of work on inputs, of a route that needs the tokenizer alone, or a `Refusal`.
 
         Such inputs are sequences in the service too. They may take half of `max_concurrent_requests`: the other half
-        is for the model. A request of more inputs is let in where no other such request is.
-
-        Parameters
-        ----------
-        inputs : sequence of str or list of int
-        work : callable
-            Given a piece of the inputs at a time, in a thread.
-        method : str
-            How metrics count it.
-        seen : callable, optional
-            Told of the results of each piece; it may refuse the request.
-
-        Raises
-        ------
-        Refusal
+        is for the model. A request of more inputs is let in where no other such request is. `work` and `seen` are as
+        of `TextThreads.each`; metrics count it as `method`.
         """
         start = perf_counter()
         self.metrics.asked(method)
