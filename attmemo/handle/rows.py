@@ -80,7 +80,7 @@ class Guarding:
     @classmethod
     def of(
         cls, budget: float | None, confidence: float, answer: AnswerRule, min_cosine: float, tokenizer: Any,
-        shadow: bool = False, log_changes: str | os.PathLike[str] | None = None,
+        shadow: bool, log_changes: str | os.PathLike[str] | None,
     ) -> Guarding | None:  # fmt: skip
         """From the arguments of `memoize`, checked; None: answers are not guarded. ArgumentError: a wrong argument."""
         answers = Answers(answer, min_cosine)
@@ -94,8 +94,7 @@ class Guarding:
 
 def prepare_rows(
     encoder: nn.Module, outer: Any, adapter: Adapter, records: Records, *, threshold: Any, rule: Rule, gate: bool,
-    guarding: Guarding | None, linear: LinearName, vectors: bool = True, chooses: bool = False,
-    insists: bool = True, namespaces: int = 0,
+    guarding: Guarding | None, linear: LinearName, vectors: bool, chooses: bool, insists: bool, namespaces: int,
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle for rows; the model is not changed yet.
 

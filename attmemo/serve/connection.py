@@ -101,10 +101,6 @@ class Whole(asyncio.Transport):
         if not self._closed:
             self._below.resume_reading()
 
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Have another protocol read."""
-        self._below.set_protocol(protocol)
-
     def _finish(self) -> None:
         self._below.close()
         if self._below.get_write_buffer_size():

@@ -22,7 +22,8 @@ def routes(service: Service) -> list[Route]:
     """Routes that embed."""
 
     async def vectors(body: Any, request: Request, inputs: bodies.Inputs, **more: Any) -> Done:
-        _check_embeds(service)
+        if service.model.task != "embedding":
+            raise cannot("Model is not an embedding model")
         if not inputs.items:
             raise Refusal("empty", "`inputs` cannot be empty")
         return await answer_inputs(service, body, request, inputs, **more)
@@ -114,11 +115,6 @@ def finish(done: Done, dimensions: int | None, *, normalize: bool) -> Floats:
         length = np.sqrt(np.einsum("ij,ij->i", exact, exact))
         found = (exact / np.maximum(length, _SHORTEST)[:, None]).astype(np.float32)
     return found
-
-
-def _check_embeds(service: Service) -> None:
-    if service.model.task != "embedding":
-        raise cannot("Model is not an embedding model")
 
 
 def _check_dimensions(asked: int | None, width: int) -> None:
