@@ -121,7 +121,8 @@ def handler(service: Service, route: Route) -> Callable[[Request], Awaitable[Res
     async def handle(request: Request) -> Response:
         start, reason, response = perf_counter(), "none", _NONE
         given, answer = service.bodies.share(), service.answers.share()
-        request.state.hold, request.state.done = answer.take, None
+        request.state.hold = answer.take  # called with bytes of an answer before they are made
+        request.state.done = None
         try:
             check_key(request, key)
             request.state.namespace = _namespace(request, service)
@@ -161,12 +162,6 @@ def check_key(request: Request, key: str | None) -> None:
     given = request.headers.get("authorization", "").encode("utf-8", "replace")
     if not hmac.compare_digest(given, f"Bearer {key}".encode()):
         raise Refusal("validation", "the API key is missing or wrong", 401, reason="key")
-
-
-def hold(request: Request) -> Callable[[int], None]:
-    """Called with bytes of an answer before they are made, refuses those that have no room."""
-    found: Callable[[int], None] = request.state.hold
-    return found
 
 
 async def answer_inputs(service: Service, body: Reusing, request: Request, inputs: Inputs, **how: Any) -> Done:

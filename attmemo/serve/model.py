@@ -294,11 +294,3 @@ def _longest(tokenizer: Any, config: Any) -> int:
     if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):  # positions begin behind the padding's
         positions -= int(config.pad_token_id or 0) + 1
     return min(positions, int(tokenizer.model_max_length), 1 << 20)
-
-
-def own_labels(labels: Sequence[str]) -> dict[str, Any]:
-    """Names of classes as ``/info`` shows them."""
-    return {
-        "id2label": {str(place): name for place, name in enumerate(labels)},
-        "label2id": {name: place for place, name in enumerate(labels)},
-    }

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attmemo.serve import answers, bodies
-from attmemo.serve.http import Route, answer_inputs, hold, reply, reply_list
+from attmemo.serve.http import Route, answer_inputs, reply, reply_list
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
@@ -41,7 +41,7 @@ def routes(service: Service) -> list[Route]:
     async def embed_all(body: bodies.EmbedAllRequest, request: Request) -> Response:
         done = await vectors(
             body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True,
-            hold=hold(request),
+            hold=request.state.hold,
         )  # fmt: skip
         each = (np.ascontiguousarray(answer.each) for answer in done.answers)
         return await reply_list(each, done.headers())
