@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from services import POST, TYPE, WORDS, Live, Reply, connect, living, told, whole
+from services import POST, TYPE, WORDS, Live, Reply, connect, living, rest, told, whole
 
 from attmemo.serve import server
 from attmemo.serve.service import WATCHED
@@ -51,14 +51,6 @@ def vector(reply: Reply) -> Any:
     return np.array(reply.json[0], np.float32)
 
 
-def idle(live: Live) -> bool:
-    for _ in range(200):
-        if not live.service.inside and not live.service.waiting:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_overload_refuses_some_and_answers_the_others_right(slow: Live) -> None:
     exact = {number: vector(slow.post("/embed", {"inputs": text_of(number), "reuse": "off"})) for number in range(40)}
     with ThreadPoolExecutor(40) as pool:
@@ -72,7 +64,7 @@ def test_overload_refuses_some_and_answers_the_others_right(slow: Live) -> None:
         else:
             assert reply.json == {"error": "Model is overloaded", "error_type": "Overloaded"}
             assert reply.headers["retry-after"] == "1"
-    assert idle(slow)
+    rest(slow)
     assert slow.post("/embed", {"inputs": "alpha"}).status == 200
 
 
@@ -98,7 +90,7 @@ def test_what_a_client_that_went_away_asked_for_is_not_computed(slow: Live) -> N
         client.sendall(whole({"inputs": [text_of(number) for number in range(200)]}))
         while not slow.service.waiting:
             time.sleep(0.005)
-    assert idle(slow)
+    rest(slow)
     assert slow.service.metrics.counts().get(("attmemo_sequences", ""), 0) - done < 200
     assert slow.service.metrics.counts()["te_request_failure", "gone"] == 1
 
@@ -124,7 +116,7 @@ def test_what_a_cancelled_caller_asked_for_is_not_computed(slow: Live) -> None:
         assert request.gone
 
     asyncio.run(ask())
-    assert idle(slow)
+    rest(slow)
     assert slow.service.metrics.counts().get(("attmemo_sequences", ""), 0) - done < 200
     assert slow.service.alive, "the caller's event loop is closed by now"
 
