@@ -209,9 +209,9 @@ def load(settings: Settings) -> ServedModel:
         return _classifier(settings, config)
     if any("ForTokenClassification" in name for name in names):
         return _classifier(settings, config, tags=True)
-    if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in names) and not _has_modules(
-        settings.model
-    ):
+    folder = Path(settings.model).expanduser()  # a name on the hub may always be a sentence-transformers model
+    heads = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in names)
+    if heads and folder.is_dir() and not (folder / "modules.json").exists():
         raise UnsupportedModelError(
             f"{settings.model} is a {names[0]}: it gives neither embeddings nor classes of texts.",
             "give a sentence-transformers model, an encoder, or one for sequence or token classification",
@@ -229,7 +229,7 @@ def _classifier(settings: Settings, config: Any, *, tags: bool = False) -> Serve
         what = f"{settings.model} tags tokens: characters are counted in the text alone."
         raise UnsupportedModelError(what, "leave out the prompt")
     kind = AutoModelForTokenClassification if tags else AutoModelForSequenceClassification
-    loaded = load_pretrained(settings.model, lambda _: kind, _dtype(settings))
+    loaded = load_pretrained(settings.model, lambda _: kind, getattr(torch, settings.dtype))
     if loaded.absent:
         raise UnsupportedModelError(
             f"{settings.model} has no weights for {', '.join(loaded.absent)}.", "train it first"
@@ -248,10 +248,12 @@ def _embedder(settings: Settings) -> ServedModel:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling as Pool
 
-    path = str(Path(settings.model).expanduser()) if Path(settings.model).expanduser().exists() else settings.model
+    folder = Path(settings.model).expanduser()
+    path = str(folder) if folder.exists() else settings.model
+    how = {"dtype": getattr(torch, settings.dtype)}
     try:
         with quiet():
-            model = SentenceTransformer(path, device="cpu", model_kwargs={"dtype": _dtype(settings)}).eval()
+            model = SentenceTransformer(path, device="cpu", model_kwargs=how).eval()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UnsupportedModelError(f"cannot load the model {settings.model}: {first}", "check the files") from error
@@ -275,17 +277,6 @@ def _embedder(settings: Settings) -> ServedModel:
     longest = min(int(model.max_seq_length or 512), _longest(model.tokenizer, first_part.auto_model.config))
     width = int(served.get_embedding_dimension() or 0)
     return ServedModel(served, "embedding", model.tokenizer, longest, width, pooling=pooling, prompts=prompts)
-
-
-def _dtype(settings: Settings) -> torch.dtype:
-    found: torch.dtype = getattr(torch, settings.dtype)
-    return found
-
-
-def _has_modules(name: str) -> bool:
-    """Whether a directory is a sentence-transformers model; a hub name may always be one."""
-    path = Path(name).expanduser()
-    return not path.is_dir() or (path / "modules.json").exists()
 
 
 def _longest(tokenizer: Any, config: Any) -> int:
