@@ -84,11 +84,6 @@ def check_tokenizer(tokenizer: object) -> None:
     raise ArgumentTypeError(what, f"tokenizer=AutoTokenizer.from_pretrained({name!r})")
 
 
-def _asked_of_rows(reuse: str, memory: bool, folder: str | None) -> str:
-    """The argument that asks for rows."""
-    return "database=':memory:'" if memory else f"fill={folder!r}" if folder is not None else f"reuse={reuse!r}"
-
-
 def check_together(
     *, reuse: str, database: object = None, fill: object = True, budget: object = 0, linear: str = "exact",
     threshold: object = "auto", lookup: object = None, fetch: str = "auto", near: object = None,
@@ -107,6 +102,7 @@ def check_together(
     own, equal = f"reuse={reuse!r}", {"prefix": "prefixes", "local": "local rows"}.get(reuse)
     if reuse == "auto" and budget == 0 and database is None and folder is None and is_auto(threshold):
         reuse, own = "none", "budget=0 without a database"
+    asks = "database=':memory:'" if memory else own if folder is None else f"fill={folder!r}"  # for rows
     for nonsense, what, hint in (
         (linear != "exact" and reuse == "maps", f"linear={linear!r} is a setting of packed blocks; {own} has none",
          "leave out linear"),
@@ -133,7 +129,7 @@ def check_together(
          f"threshold, near and most_moved are settings of similar inputs; {own} reuses equal {equal} alone",
          "leave them out"),
         (budget == 0 and not equal and (reuse == "rows" or memory or folder is not None),
-         f"{_asked_of_rows(reuse, memory, folder)} reuses rows of similar inputs, which can change answers; "
+         f"{asks} reuses rows of similar inputs, which can change answers; "
          "budget=0 allows no change", "budget=0.01 allows at most 1 % of the answers to change"),
         (bool(budget) and reuse == "maps", "a budget guards reuse of rows; maps have a threshold",
          "leave out budget; attmemo tune DB --budget 0.01 chooses a threshold by a budget"),

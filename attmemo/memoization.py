@@ -320,7 +320,12 @@ def _prepare(
         )  # fmt: skip
 
     if by_itself:
-        return _by_itself(lambda: rows(None, None), whole)
+        try:
+            return rows(None, None)
+        except (UnsupportedModelError, AdapterCheckError) as error:
+            packed = whole()
+            _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
+            return packed
     if database is None or database == MEMORY:
         return rows(None, folder)
     if database == AUTO:
@@ -398,16 +403,6 @@ def _not_there(path: str, reuse: ReuseName) -> DatabaseNotFoundError:
     build = f"attmemo build-database --output {path} --model … --data …"
     begin = f"budget=0.01 (attmemo serve: --budget 0.01) begins one there that fills itself; or {build}"
     return DatabaseNotFoundError(f"{path} does not exist.", build if reuse == "maps" else begin)
-
-
-def _by_itself(rows: Callable[[], Memoization], whole: Callable[[], Memoization]) -> Memoization:
-    """What a user gets who gives a budget alone: rows in memory, or else blocks without padding."""
-    try:
-        return rows()
-    except (UnsupportedModelError, AdapterCheckError) as error:
-        packed = whole()
-        _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
-        return packed
 
 
 def _rows_by_themselves(rows: Callable[[Path | None], StackMemoization], folder: Path, fills: bool) -> Memoization:

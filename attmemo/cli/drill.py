@@ -58,23 +58,12 @@ def _show(out: Output, found: dict[str, Any]) -> None:
 
 @dataclass(slots=True)
 class Drill:
-    """A service whose guard is told what comparisons find.
-
-    Parameters
-    ----------
-    url : str
-    handle
-        Of the model.
-    task : str
-        What the service gives.
-    lies : bool
-        Whether all answers are said to have changed.
-    """
+    """A service whose guard is told what comparisons find."""
 
     url: str
-    handle: Any
-    task: str
-    lies: bool = False
+    handle: Any  # of the model
+    task: str  # what the service gives
+    lies: bool = False  # whether all answers are said to have changed
 
     def run(self, out: Output) -> dict[str, Any]:
         """Teach, lie, and look; the result, JSON-able."""

@@ -28,8 +28,7 @@ EqualName = Literal["prefix", "local"]
 
 
 def prepare_equal(
-    encoder: nn.Module, adapter: Adapter, linear: LinearName, max_bytes: int | None, namespaces: int = 0,
-    reuse: EqualName = "prefix",
+    encoder: nn.Module, adapter: Adapter, linear: LinearName, max_bytes: int | None, namespaces: int, reuse: EqualName
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle; the model is not changed yet. `namespaces`: so many may be named later.
 

@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,13 @@ _LOG = logging.getLogger("attmemo")
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Where records come from, and where new ones go.
+    """Where records come from, and where new ones go."""
 
-    Parameters
-    ----------
-    prepared : SharedPool or None
-        Records that were built before; only read.
-    folder : path or None
-        Of a database that fills itself; None: in memory.
-    fills : bool
-        Whether new records are kept.
-    max_bytes : int or None
-        Most bytes of new records.
-    fields : mapping
-        Those of the model's fingerprint; needed with a folder.
-    """
-
-    prepared: SharedPool | None = None
-    folder: Path | None = None
-    fills: bool = True
-    max_bytes: int | None = None
-    fields: Mapping[str, str] = field(default_factory=dict)
+    prepared: SharedPool | None  # records that were built before; only read
+    folder: Path | None  # of a database that fills itself; None: in memory
+    fills: bool  # whether new records are kept
+    max_bytes: int | None  # of new records, at most
+    fields: Mapping[str, str]  # those of the model's fingerprint; needed with a folder
 
     @property
     def grow(self) -> bool:

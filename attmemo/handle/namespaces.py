@@ -76,7 +76,7 @@ class Namespaces:
         self._shares: Shares | None = None
         self._looked = monotonic()
         for name in (name for place in places for name in named_in(place)):
-            self._spaces[name] = Space(name, sharer=self._sharer(lambda: 0, self._looked))
+            self._spaces[name] = Space(name, sharer=self._sharer(self._looked))
             self._look_at(self._spaces[name])
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class Namespaces:
     def _opened(self, space: Space) -> StackMemoization:
         if self._closed:
             raise AttmemoError("this memoization was undone or replaced.", "call memoize(model, …) again")
-        sharer, space.sharer = space.sharer or self._sharer(lambda: 0), None
+        sharer, space.sharer = space.sharer or self._sharer(), None
         try:
             handle = self._make(space.name, self._first_bytes(sharer))
         except BaseException:
@@ -145,7 +145,7 @@ class Namespaces:
                 handle._store.flush(SOON)  # it asks what it may take
         return self._shares.of(sharer)
 
-    def _sharer(self, nbytes: Callable[[], int], used: float | None = None) -> Sharer | None:
+    def _sharer(self, used: float | None = None) -> Sharer | None:
         """Have records share the bound; None: none are kept."""
         store = getattr(self._outer.engine.reuse, "store", None)
         if not isinstance(store, GrowingRows) or not store.fills or store.pool.max_bytes is None:
@@ -154,7 +154,7 @@ class Namespaces:
             self._shares = Shares(store.pool.max_bytes)
             own = self._shares.add(_bytes_of(store), told=store.pool.max_bytes)
             store.bound = self._bound_of(self._outer, own)
-        return self._shares.add(nbytes, used)
+        return self._shares.add(lambda: 0, used)
 
     def _bound_of(self, handle: StackMemoization, sharer: Sharer) -> Callable[[], int]:
         """What the store of a handle asks before it writes."""

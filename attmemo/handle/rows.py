@@ -68,34 +68,19 @@ ATTACKS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Guarding:
-    """How answers are guarded.
+    """How answers are guarded."""
 
-    Parameters
-    ----------
-    budget : float
-        Share of answers that may change.
-    confidence : float
-    answers : Answers
-        What an answer is.
-    tokenizer
-        Tells numbers from words; None: one is looked for.
-    shadow : bool
-        Every answer is exact; what would have been reused is counted.
-    log : ChangeLog or None
-        Has verified answers that had changed.
-    """
-
-    budget: float
+    budget: float  # share of answers that may change
     confidence: float
-    answers: Answers
-    tokenizer: Any
-    shadow: bool = False
-    log: ChangeLog | None = None
+    answers: Answers  # what an answer is
+    tokenizer: Any  # tells numbers from words; None: one is looked for
+    shadow: bool  # every answer is exact; what would have been reused is counted
+    log: ChangeLog | None  # has verified answers that had changed
 
     @classmethod
     def of(
         cls, budget: float | None, confidence: float, answer: AnswerRule, min_cosine: float, tokenizer: Any,
-        shadow: bool = False, log_changes: str | os.PathLike[str] | None = None,
+        shadow: bool, log_changes: str | os.PathLike[str] | None,
     ) -> Guarding | None:  # fmt: skip
         """From the arguments of `memoize`, checked; None: answers are not guarded. ArgumentError: a wrong argument."""
         answers = Answers(answer, min_cosine)
@@ -109,8 +94,7 @@ class Guarding:
 
 def prepare_rows(
     encoder: nn.Module, outer: Any, adapter: Adapter, records: Records, *, threshold: Any, rule: Rule, gate: bool,
-    guarding: Guarding | None, linear: LinearName, vectors: bool = True, chooses: bool = False,
-    insists: bool = True, namespaces: int = 0,
+    guarding: Guarding | None, linear: LinearName, vectors: bool, chooses: bool, insists: bool, namespaces: int,
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle for rows; the model is not changed yet.
 
@@ -154,15 +138,7 @@ def prepare_rows(
 
 @dataclass
 class _Making:
-    """What a model's own handle and those of its namespaces are made of.
-
-    Attributes
-    ----------
-    budget : float
-        That rows have now: half of it once 8-bit layers serve.
-    equal_only : bool
-        Similar inputs are not reused.
-    """
+    """What a model's own handle and those of its namespaces are made of."""
 
     encoder: nn.Module
     adapter: Adapter
@@ -174,8 +150,8 @@ class _Making:
     gate: bool
     guarding: Guarding | None
     linear: LinearName
-    budget: float = 0.0
-    equal_only: bool = False
+    budget: float = 0.0  # that rows have now: half of it once 8-bit layers serve
+    equal_only: bool = False  # similar inputs are not reused
 
     def __post_init__(self) -> None:
         if self.guarding is not None:

@@ -336,7 +336,7 @@ def _work_of(engine: Engine) -> Work:
     return Work(done.sequences, done.tokens, done.rows)
 
 
-def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName, outer: Any = None) -> StackMemoization:
+def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName, outer: Any) -> StackMemoization:
     """Check everything and make the handle for packed blocks; the model is not changed yet."""
     packed = packed_of(encoder, adapter, "none", linear)
     handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole())
@@ -352,35 +352,33 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName, oute
 
 def choose_linear(
     handle: StackMemoization, encoder: nn.Module, adapter: Adapter, outer: nn.Module, answers: Answers, budget: float,
-    confidence: float, *, served: Callable[[], None] | None = None, rows: GuardedPlanner | None = None,
-    gate: bool = True,
-) -> bool:  # fmt: skip
-    """Have 8-bit layers proven within a budget, where they are faster. False: they are not, and nothing was changed.
+    confidence: float, *, gate: bool, served: Callable[[], None] | None = None, rows: GuardedPlanner | None = None,
+) -> None:  # fmt: skip
+    """Have 8-bit layers proven within a budget, where they are faster; else nothing is changed.
 
     `answers` have read an answer of `outer` before.
     """
     exact = handle.packed
     if any(isinstance(layer, Called) for _, layer, _ in exact.linears):
-        return False
+        return
     rounded = Packed(exact.blocks, exact.dtype, "int8")
     try:
         check_layers(rounded)
     except AdapterCheckError as error:
         _LOG.warning("attmemo: linear layers stay exact: %s", error)
-        return False
+        return
     with ExitStack() as undo:
         enable_within(handle, undo)
         speed = speed_of(handle.engine, adapter.host(encoder), exact, rounded)
     if speed < FASTER:
         _LOG.info("attmemo: linear layers stay exact: 8-bit ones are %.2f times as fast here", speed)
-        return False
+        return
     deferred = handle.deferred  # that of rows beside; it is false while nothing waits
     deferred = Deferred(outer, handle.engine.watch) if deferred is None else deferred
     choice = LinearChoice(
         budget, confidence, answers, handle.engine, rounded, speed, deferred, served=served, rows=rows, always=not gate
     )
     handle.choose(outer, choice)
-    return True
 
 
 def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str, linear: LinearName) -> Packed:

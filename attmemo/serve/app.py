@@ -16,7 +16,6 @@ from attmemo.serve import routes_classify, routes_embed, routes_texts
 from attmemo.serve.answers import Info
 from attmemo.serve.gauges import live, stats_of
 from attmemo.serve.http import GUARD_HEADER, StateRoute, check_key, handler, refuse, reply
-from attmemo.serve.model import own_labels
 from attmemo.serve.openapi import PATH, describe
 from attmemo.serve.refusal import Refusal
 from attmemo.serve.service import Service
@@ -82,10 +81,12 @@ def state_routes(service: Service) -> list[StateRoute]:
         (files("attmemo.serve") / name).read_text(encoding="utf-8") for name in ("page.html", "reference.html")
     )
     settings, model = service.settings, service.model
-    kinds: dict[str, Any] = {
-        "embedding": {"pooling": model.pooling}, "classifier": own_labels(model.labels),
-        "reranker": own_labels(model.labels), "tagger": own_labels(model.labels),
-    }  # fmt: skip
+    kind: dict[str, Any] = {"pooling": model.pooling}
+    if model.task != "embedding":
+        kind = {
+            "id2label": {str(place): name for place, name in enumerate(model.labels)},
+            "label2id": {name: place for place, name in enumerate(model.labels)},
+        }
 
     async def health() -> Response:
         if await service.healthy():
@@ -115,7 +116,7 @@ def state_routes(service: Service) -> list[StateRoute]:
             "model_sha": None,
             "model_dtype": settings.dtype,
             "served_model_name": settings.name,
-            "model_type": {model.task: kinds[model.task]},
+            "model_type": {model.task: kind},
             "max_concurrent_requests": settings.max_concurrent_requests,
             "max_input_length": model.longest,
             "max_batch_tokens": settings.max_batch_tokens,

@@ -31,13 +31,7 @@ LINGER: Final = 1.0
 class Whole(asyncio.Transport):
     """A connection that holds what is written until the turn of the event loop ends.
 
-    Parameters
-    ----------
-    below : asyncio.Transport
-        Sends the pieces.
-    loop : asyncio.AbstractEventLoop
-    seconds : float
-        How long a client may read nothing of what it was sent, once the connection is closed.
+    `below` sends the pieces. Once it is closed, a client may read nothing of what it was sent for so many `seconds`.
 
     Attributes
     ----------
@@ -106,10 +100,6 @@ class Whole(asyncio.Transport):
         """Take more."""
         if not self._closed:
             self._below.resume_reading()
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Have another protocol read."""
-        self._below.set_protocol(protocol)
 
     def _finish(self) -> None:
         self._below.close()

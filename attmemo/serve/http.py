@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from attmemo.serve.bodies import Body, Reusing, read
+from attmemo.serve.bodies import Body, Inputs, Reusing, read
 from attmemo.serve.refusal import Refusal, overloaded
 from attmemo.serve.room import Share
 from attmemo.serve.service import SMALL, Done, Service
@@ -36,76 +36,36 @@ Work = Callable[[Any, Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route that takes a body.
-
-    Parameters
-    ----------
-    paths : tuple of str
-    body : type
-        The kind of body.
-    work : callable
-        Makes the response of a body and its request.
-    what : str
-        For the OpenAPI document.
-    answer : type or None
-        The kind of answer, for the document; None: the route refuses all.
-    openai : bool
-        Errors have OpenAI's form.
-    """
+    """A route that takes a body."""
 
     paths: tuple[str, ...]
     body: type[Body]
     work: Work
-    what: str
-    answer: type[BaseModel] | None = None
-    openai: bool = False
+    what: str  # for the OpenAPI document
+    answer: type[BaseModel] | None = None  # for the document too; None: the route refuses all
+    openai: bool = False  # errors have OpenAI's form
 
 
 @dataclass(frozen=True, slots=True)
 class StateRoute:
-    """A route that says how the service is.
-
-    Parameters
-    ----------
-    path : str
-    work : callable
-        Makes the response.
-    what : str
-        For the OpenAPI document, like the rest.
-    form : type
-        The kind of response.
-    answer : type, optional
-        The kind of answer in JSON.
-    fails : bool
-        It says 503 where the service is not well.
-    keyed : bool
-        It needs the key.
-    """
+    """A route that says how the service is; all but the first two fields are for the OpenAPI document."""
 
     path: str
     work: Callable[..., Awaitable[Response]]
     what: str
     form: type[Response] = Response
-    answer: type[Any] | None = None
-    fails: bool = False
-    keyed: bool = False
+    answer: type[Any] | None = None  # in JSON
+    fails: bool = False  # it says 503 where the service is not well
+    keyed: bool = False  # it needs the key
 
 
 class Flowing(Response):
-    """A response in JSON that is sent as the client reads.
+    """A response in JSON that is sent as the client reads; its share of the room is freed when all is sent."""
 
-    Parameters
-    ----------
-    parts : list of bytes
-        Of the body.
-    headers : mapping
-    share : Share, optional
-        Freed when all is sent.
-    """
+    share: Share | None = None
 
-    def __init__(self, parts: list[bytes], headers: Mapping[str, str], share: Share | None = None) -> None:
-        self.size, self.parts, self.share = sum(map(len, parts)), parts, share
-        self.done: Done | None = None
+    def __init__(self, parts: list[bytes], headers: Mapping[str, str]) -> None:
+        self.size, self.parts = sum(map(len, parts)), parts
         super().__init__(headers={**headers, "content-length": str(self.size)}, media_type=JSON)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,21 +87,8 @@ def reply(value: Any, headers: Mapping[str, str] | None = None, status: int = 20
     return Response(_dumped(value), status, dict(headers or {}), JSON)
 
 
-class Answered(Response):
-    """The response to a request that the model answered; `done` says what it cost."""
-
-    def __init__(self, value: Any, done: Done) -> None:
-        super().__init__(_dumped(value), 200, done.headers(), JSON)
-        self.done = done
-
-
-async def reply_list(
-    values: Iterable[Any], headers: Mapping[str, str] | None = None, done: Done | None = None
-) -> Flowing:
-    """A list in JSON, made item by item: other requests go on meanwhile. Bytes are JSON already.
-
-    `done` says what it cost, where the model answered.
-    """
+async def reply_list(values: Iterable[Any], headers: Mapping[str, str] | None = None) -> Flowing:
+    """A list in JSON, made item by item: other requests go on meanwhile. Bytes are JSON already."""
     parts, last = list[bytes](), bytearray(b"[")
     for value in values:
         if len(last) > 1 or parts:
@@ -149,14 +96,12 @@ async def reply_list(
         if isinstance(value, bytes):
             last += value
         else:
-            last += orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+            last += _dumped(value)
             await asyncio.sleep(0)
         if len(last) >= SMALL:
             parts.append(bytes(last))
             last.clear()
-    found = Flowing([*parts, bytes(last) + b"]"], headers or {})
-    found.done = done
-    return found
+    return Flowing([*parts, bytes(last) + b"]"], headers or {})
 
 
 def refuse(refusal: Refusal, openai: bool = False) -> Response:
@@ -176,15 +121,14 @@ def handler(service: Service, route: Route) -> Callable[[Request], Awaitable[Res
     async def handle(request: Request) -> Response:
         start, reason, response = perf_counter(), "none", _NONE
         given, answer = service.bodies.share(), service.answers.share()
-        request.state.hold = answer.take
+        request.state.hold = answer.take  # called with bytes of an answer before they are made
+        request.state.done = None
         try:
             check_key(request, key)
             request.state.namespace = _namespace(request, service)
             response = await route.work(await _asked(request, service, route, given), request)
             if not isinstance(response, Flowing) and len(response.body) > SMALL:
-                whole = Flowing([bytes(response.body)], response.headers)
-                whole.done = response.done if isinstance(response, Answered) else None
-                response = whole
+                response = Flowing([bytes(response.body)], response.headers)
             if isinstance(response, Flowing):
                 answer.take(max(0, response.size - answer.held))
                 response.share = answer
@@ -205,7 +149,7 @@ def handler(service: Service, route: Route) -> Callable[[Request], Awaitable[Res
         if reason != "none":
             service.metrics.failed(reason)
         if LOG.isEnabledFor(level := logging.DEBUG if reason == "none" else logging.INFO):
-            LOG.log(level, "request", extra={"fields": _line(route, response, reason, start)})
+            LOG.log(level, "request", extra={"fields": _line(route, request, response, reason, start)})
         return response
 
     return handle
@@ -220,24 +164,23 @@ def check_key(request: Request, key: str | None) -> None:
         raise Refusal("validation", "the API key is missing or wrong", 401, reason="key")
 
 
-def hold(request: Request) -> Callable[[int], None]:
-    """Called with bytes of an answer before they are made, refuses those that have no room."""
-    found: Callable[[int], None] = request.state.hold
-    return found
+async def answer_inputs(service: Service, body: Reusing, request: Request, inputs: Inputs, **how: Any) -> Done:
+    """Answers of the model to inputs of a request; what they cost is noted for its line of log."""
+    done = await service.answer(
+        inputs.items, method=inputs.method, reuse=body.reuses, namespace=request.state.namespace,
+        gone=request.receive, **how,
+    )  # fmt: skip
+    request.state.done = done
+    return done
 
 
-def gone(request: Request) -> Callable[[], Awaitable[Any]]:
-    """Awaited, returns when the client goes away; the body must have been read."""
-    return request.receive
-
-
-def _line(route: Route, response: Response, reason: str, start: float) -> dict[str, Any]:
+def _line(route: Route, request: Request, response: Response, reason: str, start: float) -> dict[str, Any]:
     found: dict[str, Any] = {"route": route.paths[0], "status": response.status_code}
     found["ms"] = round(1e3 * (perf_counter() - start), 2)
+    done: Done | None = request.state.done
     if reason != "none":
         found["reason"] = reason
-    done = response.done if isinstance(response, Answered | Flowing) else None
-    if done is not None:
+    elif done is not None:
         found |= {"compute-tokens": done.tokens, "rows-computed": done.rows, "reuse": done.reuse}
     return found
 

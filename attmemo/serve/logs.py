@@ -6,9 +6,7 @@ import json
 import logging
 import sys
 import time
-from typing import Any, Final
-
-LEVELS: Final = ("debug", "info", "warning", "error")
+from typing import Any
 
 
 class Lines(logging.Formatter):

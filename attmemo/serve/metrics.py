@@ -26,6 +26,8 @@ class Metrics:
     ----------
     recent : Recent
         The last two minutes, for the live page.
+    now : callable
+        Gives gauges by name when metrics are read.
     """
 
     def __init__(self) -> None:
@@ -33,7 +35,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._registry = CollectorRegistry()
         self._counts: Counter[tuple[str, str]] = Counter()  # by name and value of the label
-        self._now: Callable[[], dict[str, Any]] = dict
+        self.now: Callable[[], dict[str, Any]] = dict
         self._times = [
             Histogram(f"te_request_{name}", "Seconds of a request.", registry=self._registry, buckets=DURATIONS)
             for name in TIMES
@@ -42,10 +44,6 @@ class Metrics:
         self._batch = self._sizes("te_batch_next_size", "Sequences in a forward.")
         self._batch_tokens = self._sizes("te_batch_next_tokens", "Tokens in a forward.")
         self._registry.register(_Counters(self))
-
-    def watch(self, now: Callable[[], dict[str, Any]]) -> None:
-        """Have gauges read from this function when metrics are read."""
-        self._now = now
 
     def asked(self, method: str) -> None:
         """A request came: ``single`` or ``batch``, or ``tokenize`` or ``decode``."""
@@ -91,10 +89,6 @@ class Metrics:
         with self._lock:
             return dict(self._counts)
 
-    def now(self) -> dict[str, Any]:
-        """Gauges by name."""
-        return self._now()
-
     def text(self) -> bytes:
         """All metrics as Prometheus reads them."""
         return generate_latest(self._registry)
@@ -127,8 +121,7 @@ class _Counters(Collector):
         found: dict[str, Metric] = {}
         for (name, value), count in sorted(self._metrics.counts().items()):
             if name in _WHAT:
-                family = CounterMetricFamily(name, _WHAT[name], value=count)
-                yield family
+                yield CounterMetricFamily(name, _WHAT[name], value=count)
                 continue
             metric = found.setdefault(name, Metric(name, "Counted as text-embeddings-inference does.", "unknown"))
             metric.add_sample(name, {_LABELS[name]: value} if name in _LABELS else {}, count)

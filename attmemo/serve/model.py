@@ -55,37 +55,17 @@ class Answer:
 
 @dataclass(slots=True)
 class ServedModel:
-    """A model as it was loaded.
+    """A model as it was loaded."""
 
-    Attributes
-    ----------
-    module : nn.Module
-        Called with token ids, mask and types; for embeddings a sentence-transformers model.
-    task : {"embedding", "classifier", "reranker", "tagger"}
-    tokenizer : transformers tokenizer
-    longest : int
-        Tokens that it takes.
-    width : int
-        Numbers of an answer: of an embedding, or classes.
-    pooling : str
-        Of embeddings.
-    labels : list of str
-        Names of classes.
-    spans : Spans or None
-        Reads the tags of a tagger.
-    prompts : mapping of str to str
-        Texts to put before others, by name.
-    """
-
-    module: nn.Module
+    module: nn.Module  # called with token ids, mask and types; for embeddings a sentence-transformers model
     task: Task
     tokenizer: Any
-    longest: int
-    width: int
+    longest: int  # tokens that it takes
+    width: int  # numbers of an answer: of an embedding, or classes
     pooling: str = ""
-    labels: list[str] = field(default_factory=list)
-    spans: Spans | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
+    labels: list[str] = field(default_factory=list)  # of classes
+    spans: Spans | None = None  # reads the tags of a tagger
+    prompts: Mapping[str, str] = field(default_factory=dict)  # texts to put before others, by name
     extra_rows: int = 0  # of verifications, since it was loaded
 
     @property
@@ -229,9 +209,9 @@ def load(settings: Settings) -> ServedModel:
         return _classifier(settings, config)
     if any("ForTokenClassification" in name for name in names):
         return _classifier(settings, config, tags=True)
-    if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in names) and not _has_modules(
-        settings.model
-    ):
+    folder = Path(settings.model).expanduser()  # a name on the hub may always be a sentence-transformers model
+    heads = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in names)
+    if heads and folder.is_dir() and not (folder / "modules.json").exists():
         raise UnsupportedModelError(
             f"{settings.model} is a {names[0]}: it gives neither embeddings nor classes of texts.",
             "give a sentence-transformers model, an encoder, or one for sequence or token classification",
@@ -249,7 +229,7 @@ def _classifier(settings: Settings, config: Any, *, tags: bool = False) -> Serve
         what = f"{settings.model} tags tokens: characters are counted in the text alone."
         raise UnsupportedModelError(what, "leave out the prompt")
     kind = AutoModelForTokenClassification if tags else AutoModelForSequenceClassification
-    loaded = load_pretrained(settings.model, lambda _: kind, _dtype(settings))
+    loaded = load_pretrained(settings.model, lambda _: kind, getattr(torch, settings.dtype))
     if loaded.absent:
         raise UnsupportedModelError(
             f"{settings.model} has no weights for {', '.join(loaded.absent)}.", "train it first"
@@ -268,10 +248,12 @@ def _embedder(settings: Settings) -> ServedModel:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling as Pool
 
-    path = str(Path(settings.model).expanduser()) if Path(settings.model).expanduser().exists() else settings.model
+    folder = Path(settings.model).expanduser()
+    path = str(folder) if folder.exists() else settings.model
+    how = {"dtype": getattr(torch, settings.dtype)}
     try:
         with quiet():
-            model = SentenceTransformer(path, device="cpu", model_kwargs={"dtype": _dtype(settings)}).eval()
+            model = SentenceTransformer(path, device="cpu", model_kwargs=how).eval()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UnsupportedModelError(f"cannot load the model {settings.model}: {first}", "check the files") from error
@@ -297,28 +279,9 @@ def _embedder(settings: Settings) -> ServedModel:
     return ServedModel(served, "embedding", model.tokenizer, longest, width, pooling=pooling, prompts=prompts)
 
 
-def _dtype(settings: Settings) -> torch.dtype:
-    found: torch.dtype = getattr(torch, settings.dtype)
-    return found
-
-
-def _has_modules(name: str) -> bool:
-    """Whether a directory is a sentence-transformers model; a hub name may always be one."""
-    path = Path(name).expanduser()
-    return not path.is_dir() or (path / "modules.json").exists()
-
-
 def _longest(tokenizer: Any, config: Any) -> int:
     """Tokens of a sequence, at most: positions of the model, and what its tokenizer says."""
     positions = int(getattr(config, "max_position_embeddings", None) or 512)
     if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):  # positions begin behind the padding's
         positions -= int(config.pad_token_id or 0) + 1
     return min(positions, int(tokenizer.model_max_length), 1 << 20)
-
-
-def own_labels(labels: Sequence[str]) -> dict[str, Any]:
-    """Names of classes as ``/info`` shows them."""
-    return {
-        "id2label": {str(place): name for place, name in enumerate(labels)},
-        "label2id": {name: place for place, name in enumerate(labels)},
-    }

@@ -28,16 +28,7 @@ _NAMES: Final = {"/v1/embeddings": "openai_embed", "/info": "get_model_info"}  #
 
 
 def describe(app: FastAPI, routes: Sequence[Route], states: Sequence[StateRoute], *, key: bool) -> FastAPI:
-    """Make an application whose routes never run: its `openapi` is the document of `app`.
-
-    Parameters
-    ----------
-    app : FastAPI
-        Its title, version and description are taken.
-    routes, states : sequence
-    key : bool
-        Requests must bring a key.
-    """
+    """Make an application whose routes never run: its `openapi` is the document of `app`. `key`: requests need one."""
     found = FastAPI(title=app.title, version=app.version, description=app.description)
     bearer = HTTPBearer(description="The key of --api-key")
     guarded: dict[str, Any] = {"dependencies": [Security(bearer)]} if key else {}

@@ -20,40 +20,19 @@ PADDING: Final = 4
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """The sequences of one request, and what became of them.
-
-    Attributes
-    ----------
-    each : bool
-        Hidden states of all tokens are wanted.
-    reuse : bool
-        Records may serve.
-    namespace : str or None
-        Whose records.
-    answers : list of Answer or None
-        In the order of the request.
-    error : Exception or None
-        Why there is no answer.
-    gone : bool
-        The client went away: what still waits is dropped.
-    taken, ended : float
-        When its first sequence was given to the model, and when its last one was answered; seconds.
-    model_seconds : float
-        Of the forwards that computed a part of it.
-    """
+    """The sequences of one request, and what became of them."""
 
     count: int
-    each: bool
-    reuse: bool
-    namespace: str | None = None
-    answers: list[Answer | None] = field(default_factory=list)
-    left: int = 0
-    error: Exception | None = None
-    gone: bool = False
-    queued: float = 0.0
+    each: bool  # hidden states of all tokens are wanted
+    reuse: bool  # records may serve
+    namespace: str | None = None  # whose records
+    answers: list[Answer | None] = field(init=False)  # in the order of the request
+    left: int = field(init=False)
+    error: Exception | None = None  # why there is no answer
+    gone: bool = False  # the client went away: what still waits is dropped
+    queued: float = 0.0  # seconds, as the next one: when its first sequence was given to the model
     taken: float = 0.0
-    ended: float = 0.0
-    model_seconds: float = 0.0
+    model_seconds: float = 0.0  # of the forwards that computed a part of it
 
     def __post_init__(self) -> None:
         self.answers, self.left = [None] * self.count, self.count
@@ -71,7 +50,6 @@ class Request:
             self.answers[place] = answer
         self.left -= 1
         self.model_seconds += seconds
-        self.ended = perf_counter()
         return not self.left
 
 

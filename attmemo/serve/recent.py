@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Final
 
 import numpy as np
@@ -33,10 +32,10 @@ class Second:
 
 
 class Recent:
-    """Counts by second; `clock` gives seconds."""
+    """Counts by second."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._seconds: deque[Second] = deque(maxlen=SECONDS)
         self._latencies: deque[tuple[float, float]] = deque(maxlen=LATENCIES)
 
@@ -46,7 +45,7 @@ class Recent:
             second = self._second()
             second.requests += 1
             second.sequences += sequences
-            self._latencies.append((self._clock(), milliseconds))
+            self._latencies.append((monotonic(), milliseconds))
 
     def refusal(self) -> None:
         """A request was refused."""
@@ -69,7 +68,7 @@ class Recent:
         requests answered in the last `SECONDS` seconds.
         """
         with self._lock:
-            now = self._clock()
+            now = monotonic()
             last = int(now)
             known = {second.number: second for second in self._seconds}
             latencies = [spent for at, spent in self._latencies if at > now - SECONDS]
@@ -97,7 +96,7 @@ class Recent:
         return found
 
     def _second(self) -> Second:
-        number = int(self._clock())
+        number = int(monotonic())
         if not self._seconds or self._seconds[-1].number != number:
             self._seconds.append(Second(number))
         return self._seconds[-1]

@@ -25,16 +25,16 @@ class Room:
         Bytes that are held at a time.
     small : int
         A request that holds no more than this is let in, whatever others hold; all that are arriving give way to it.
+
+    Attributes
+    ----------
+    held : int
+        Bytes that are held now.
     """
 
     def __init__(self, most: int, small: int = 0) -> None:
-        self.most, self._small, self._held = most, small, 0
+        self.most, self._small, self.held = most, small, 0
         self._arriving: OrderedDict[Share, tuple[float, asyncio.Timeout]] = OrderedDict()  # the last byte's time
-
-    @property
-    def held(self) -> int:
-        """Bytes that are held now."""
-        return self._held
 
     def share(self) -> Share:
         """The share of one request, empty."""
@@ -42,7 +42,7 @@ class Room:
 
     def _make(self, count: int, small: bool) -> None:
         """Have others give way to so many bytes more; a `Refusal` if that does not suffice."""
-        while self._held + count > self.most and self._arriving:
+        while self.held + count > self.most and self._arriving:
             other, (moved, clock) = next(iter(self._arriving.items()))
             if not small and moved > time.monotonic() - STALLED:
                 break
@@ -50,7 +50,7 @@ class Room:
             other.lost = True
             if not clock.expired():
                 clock.reschedule(0.0)
-        if self._held + count > self.most and not small:
+        if self.held + count > self.most and not small:
             raise overloaded()
 
 
@@ -82,7 +82,7 @@ class Share:
         self.keep()
         self.make_room(count)
         self.held += count
-        self._room._held += count
+        self._room.held += count
         if clock is not None:
             self._room._arriving[self] = time.monotonic(), clock
 
@@ -93,5 +93,5 @@ class Share:
     def free(self) -> None:
         """Hold nothing."""
         self.keep()
-        self._room._held -= self.held
+        self._room.held -= self.held
         self.held = 0

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attmemo.serve import answers, bodies
-from attmemo.serve.http import Answered, Route, gone
+from attmemo.serve.http import Route, answer_inputs, reply
 from attmemo.serve.model import Answer, Floats, ServedModel
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
@@ -23,41 +23,33 @@ def routes(service: Service) -> list[Route]:
     async def predict(body: bodies.PredictRequest, request: Request) -> Response:
         if service.model.task not in ("classifier", "reranker"):
             raise cannot("Model is not a classifier model")
-        done = await service.answer(
-            body.inputs.items, method=body.inputs.method, truncate=body.truncate, side=body.side, reuse=body.reuses,
-            namespace=request.state.namespace, gone=gone(request),
-        )  # fmt: skip
+        done = await answer_inputs(service, body, request, body.inputs, truncate=body.truncate, side=body.side)
         found = [_ranked(row, service.model.labels) for row in scores(done, raw=body.raw_scores)]
-        return Answered(found[0] if body.inputs.single else found, done)
+        return reply(found[0] if body.inputs.single else found, done.headers())
 
     async def rerank(body: bodies.RerankRequest, request: Request) -> Response:
         if not body.texts:
             raise Refusal("empty", "`texts` cannot be empty")
         if service.model.task != "reranker":
             raise cannot("model is not a re-ranker model")
-        done = await service.answer(
-            [(body.query, text) for text in body.texts], truncate=body.truncate, side=body.side, reuse=body.reuses,
-            namespace=request.state.namespace, gone=gone(request),
-        )  # fmt: skip
+        inputs = bodies.Inputs([(body.query, text) for text in body.texts], False)
+        done = await answer_inputs(service, body, request, inputs, truncate=body.truncate, side=body.side)
         found = scores(done, raw=body.raw_scores)[:, 0]
         ranks: list[dict[str, Any]] = []
         for place in best_first(found):
             rank = {"index": place, "score": found[place]}
             ranks.append(rank | {"text": body.texts[place]} if body.return_text else rank)
-        return Answered(ranks, done)
+        return reply(ranks, done.headers())
 
     async def spans(body: bodies.SpansRequest, request: Request) -> Response:
         if service.model.task != "tagger":
             raise cannot("Model is not a token classification model")
         if not body.inputs.items:
             raise Refusal("empty", "`inputs` cannot be empty")
-        done = await service.answer(
-            body.inputs.items, method=body.inputs.method, truncate=body.truncate, side=body.side, reuse=body.reuses,
-            namespace=request.state.namespace, gone=gone(request),
-        )  # fmt: skip
+        done = await answer_inputs(service, body, request, body.inputs, truncate=body.truncate, side=body.side)
         every = zip(body.inputs.items, done.encoded, done.answers, strict=True)
         found = [spans_of(str(text), tokens, answer, service.model) for text, tokens, answer in every]
-        return Answered(found[0] if body.inputs.single else found, done)
+        return reply(found[0] if body.inputs.single else found, done.headers())
 
     found = [
         Route(

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attmemo.serve import answers, bodies
-from attmemo.serve.http import Answered, Route, gone, hold, reply_list
+from attmemo.serve.http import Route, answer_inputs, reply, reply_list
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
@@ -22,13 +22,11 @@ def routes(service: Service) -> list[Route]:
     """Routes that embed."""
 
     async def vectors(body: Any, request: Request, inputs: bodies.Inputs, **more: Any) -> Done:
-        _check_embeds(service)
+        if service.model.task != "embedding":
+            raise cannot("Model is not an embedding model")
         if not inputs.items:
             raise Refusal("empty", "`inputs` cannot be empty")
-        return await service.answer(
-            inputs.items, method=inputs.method, reuse=body.reuses, namespace=request.state.namespace,
-            gone=gone(request), **more,
-        )  # fmt: skip
+        return await answer_inputs(service, body, request, inputs, **more)
 
     async def embed(body: bodies.EmbedRequest, request: Request) -> Response:
         return await embedded(body, request, body.inputs)
@@ -38,15 +36,15 @@ def routes(service: Service) -> list[Route]:
         done = await vectors(
             body, request, inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name
         )  # fmt: skip
-        return Answered(finish(done, body.dimensions, normalize=body.normalize), done)
+        return reply(finish(done, body.dimensions, normalize=body.normalize), done.headers())
 
     async def embed_all(body: bodies.EmbedAllRequest, request: Request) -> Response:
         done = await vectors(
             body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True,
-            hold=hold(request),
+            hold=request.state.hold,
         )  # fmt: skip
         each = (np.ascontiguousarray(answer.each) for answer in done.answers)
-        return await reply_list(each, done.headers(), done)
+        return await reply_list(each, done.headers())
 
     async def embed_sparse(body: bodies.EmbedAllRequest, request: Request) -> Response:
         raise cannot("Model is not an embedding model with SPLADE pooling")
@@ -61,7 +59,7 @@ def routes(service: Service) -> list[Route]:
             prompt=how.prompt_name,
         )  # fmt: skip
         found = finish(done, None, normalize=True)
-        return Answered(found[1:] @ found[0], done)
+        return reply(found[1:] @ found[0], done.headers())
 
     async def main(body: bodies.MainRequest, request: Request) -> Response:
         if isinstance(body.inputs, bodies.SimilarityInput):
@@ -72,14 +70,14 @@ def routes(service: Service) -> list[Route]:
     async def openai(body: bodies.OpenAICompatRequest, request: Request) -> Response:
         _check_dimensions(body.dimensions, service.model.width)
         done = await vectors(body, request, body.input, truncate=None)
-        found = finish(done, body.dimensions, normalize=True)
         base = body.encoding_format == "base64"
         data = [
             {"object": "embedding", "embedding": _base64(row) if base else row, "index": place}
-            for place, row in enumerate(found)
+            for place, row in enumerate(finish(done, body.dimensions, normalize=True))
         ]
         usage = {"prompt_tokens": done.tokens, "total_tokens": done.tokens}
-        return Answered({"object": "list", "data": data, "model": service.settings.name, "usage": usage}, done)
+        found = {"object": "list", "data": data, "model": service.settings.name, "usage": usage}
+        return reply(found, done.headers())
 
     found = [
         Route(("/embed",), bodies.EmbedRequest, embed, "Embeddings of texts", answers.EmbedResponse),
@@ -117,11 +115,6 @@ def finish(done: Done, dimensions: int | None, *, normalize: bool) -> Floats:
         length = np.sqrt(np.einsum("ij,ij->i", exact, exact))
         found = (exact / np.maximum(length, _SHORTEST)[:, None]).astype(np.float32)
     return found
-
-
-def _check_embeds(service: Service) -> None:
-    if service.model.task != "embedding":
-        raise cannot("Model is not an embedding model")
 
 
 def _check_dimensions(asked: int | None, width: int) -> None:

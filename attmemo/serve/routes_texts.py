@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attmemo.serve import answers, bodies
-from attmemo.serve.http import Route, hold, reply, reply_list
+from attmemo.serve.http import Route, reply, reply_list
 from attmemo.serve.refusal import Refusal
 from attmemo.serve.service import Service
 from attmemo.serve.texts import too_many
@@ -28,7 +28,7 @@ def routes(service: Service) -> list[Route]:
         texts = [str(one) for one in body.inputs.items]
         if not texts:
             raise Refusal("empty", "`inputs` cannot be empty")
-        special, prompt, take, shown = body.add_special_tokens, body.prompt_name, hold(request), 0
+        special, prompt, take, shown = body.add_special_tokens, body.prompt_name, request.state.hold, 0
 
         def work(piece: Sequence[str]) -> list[tuple[int, bytes]]:
             return [_shown(service, text, special, prompt) for text in piece]

@@ -79,22 +79,16 @@ class Done:
 class Service:
     """One model, one database, one inference thread.
 
-    Parameters
-    ----------
-    settings : Settings
-
     Attributes
     ----------
-    model : ServedModel
-    texts : Texts
-        The model's tokenizer.
-    metrics : Metrics
     threads : TextThreads
         They work on texts and on large bodies.
     bodies, answers : Room
         What requests hold.
     draining : bool
         The service is about to end: it answers, but calls itself unhealthy.
+    inside : int
+        Sequences that were let in and are not answered.
     """
 
     model: ServedModel
@@ -106,7 +100,7 @@ class Service:
         self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests, WORTH * split.threads)
         self._worker = Worker(settings, self._queue, self._finished, self.metrics.forward)
         self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
-        self._inside = 0  # sequences that were let in and are not answered
+        self.inside = 0
         self._shown = 0  # of these, inputs of the tokenizer's own routes
         self.threads = TextThreads(settings.workers, split.others, shared=split.others == split.model)
         self.bodies, self.answers = Room(max(BODIES, LARGEST * settings.payload_limit), SMALL), Room(ANSWERS)
@@ -124,7 +118,7 @@ class Service:
         except BaseException:
             self.close()
             raise
-        self.metrics.watch(lambda: gauges(self))
+        self.metrics.now = lambda: gauges(self)
         return self
 
     def close(self) -> None:
@@ -137,11 +131,6 @@ class Service:
     def alive(self) -> bool:
         """Whether the model's thread runs."""
         return self._worker.alive
-
-    @property
-    def inside(self) -> int:
-        """Sequences that were let in and are not answered."""
-        return self._inside
 
     @property
     def waiting(self) -> int:
@@ -183,33 +172,24 @@ class Service:
         each: bool = False, reuse: bool = True, namespace: str | None = None, method: str = "batch",
         gone: Callable[[], Awaitable[Any]] | None = None, hold: Callable[[int], None] | None = None,
     ) -> Done:  # fmt: skip
-        """Answers to inputs, in their order.
+        """Answers to inputs, in their order, or a `Refusal`.
 
         Parameters
         ----------
         inputs : sequence of str, pair of str, or list of int
-        truncate : bool, optional
-            Cut what is too long. Default: as the settings say.
-        side : {"right", "left"}
-            Where to cut.
-        prompt : str, optional
-            Name of the prompt to put before each text.
+        truncate, side, prompt
+            Whether to cut what is too long (None: as the settings say), on which side, and the name of what stands
+            before each text.
         each : bool
             Also give the hidden states of all tokens.
-        reuse : bool
-            Records may serve.
-        namespace : str, optional
-            Whose records; `check_namespace` has seen it.
+        reuse, namespace
+            Whether records may serve, and whose; `check_namespace` has seen it.
         method : {"batch", "single"}
             How metrics count it.
         gone : callable, optional
             Awaited beside the work: when it returns, the client has gone away, and what waits is dropped.
         hold : callable, optional
             Given the bytes that hidden states of all tokens will take, before they are computed; it may refuse them.
-
-        Raises
-        ------
-        Refusal
         """
         start = perf_counter()
         self.metrics.asked(method)
@@ -226,7 +206,7 @@ class Service:
                 hold(NUMBER * self.model.width * sum(len(one.ids) for one in encoded))
             await self._ask(encoded, request, gone)
         finally:
-            self._inside -= len(inputs)
+            self.inside -= len(inputs)
         answers = [answer for answer in request.answers if answer is not None]
         done = Done(
             answers,
@@ -250,24 +230,11 @@ class Service:
         self, inputs: Sequence[Item], work: Callable[[Sequence[Item]], list[Made]], method: str,
         seen: Callable[[list[Made]], None] | None = None,
     ) -> list[Made]:  # fmt: skip
-        """Results of work on inputs, of a route that needs the tokenizer alone.
+        """Results of work on inputs, of a route that needs the tokenizer alone, or a `Refusal`.
 
         Such inputs are sequences in the service too. They may take half of `max_concurrent_requests`: the other half
-        is for the model. A request of more inputs is let in where no other such request is.
-
-        Parameters
-        ----------
-        inputs : sequence of str or list of int
-        work : callable
-            Given a piece of the inputs at a time, in a thread.
-        method : str
-            How metrics count it.
-        seen : callable, optional
-            Told of the results of each piece; it may refuse the request.
-
-        Raises
-        ------
-        Refusal
+        is for the model. A request of more inputs is let in where no other such request is. `work` and `seen` are as
+        of `TextThreads.each`; metrics count it as `method`.
         """
         start = perf_counter()
         self.metrics.asked(method)
@@ -279,10 +246,10 @@ class Service:
         self._let_in(count)
         self._shown += count
         try:
-            made = await self.threads.each(inputs, work, seen, busy=lambda: self._inside > self._shown)
+            made = await self.threads.each(inputs, work, seen, busy=lambda: self.inside > self._shown)
         finally:
             self._shown -= count
-            self._inside -= count
+            self.inside -= count
         self.metrics.shown(method, len(inputs), 1e3 * (perf_counter() - start))
         return made
 
@@ -294,9 +261,9 @@ class Service:
 
     def _let_in(self, count: int) -> None:
         """Count the sequences in, or refuse them. A request larger than the limit is let in where nothing is."""
-        if self._inside and self._inside + count > self.settings.max_concurrent_requests:
+        if self.inside and self.inside + count > self.settings.max_concurrent_requests:
             raise overloaded()
-        self._inside += count
+        self.inside += count
 
     async def _encode(self, inputs: Sequence[Input], truncate: bool, side: Side, prompt: str | None) -> list[Tokens]:
         """Tokens of inputs, made in threads beside the model."""
@@ -308,7 +275,7 @@ class Service:
         at_once = side == "right" or not truncate  # the tokenizer that cuts on the left may have to be made
         if at_once and len(inputs) == 1 and isinstance(inputs[0], str) and len(inputs[0]) <= SHORT:
             return encode(inputs)
-        return await self.threads.each(inputs, encode, busy=lambda: self._inside - self._shown > len(inputs))
+        return await self.threads.each(inputs, encode, busy=lambda: self.inside - self._shown > len(inputs))
 
     async def _ask(
         self, encoded: Sequence[Tokens], request: Request, gone: Callable[[], Awaitable[Any]] | None

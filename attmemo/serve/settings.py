@@ -160,21 +160,11 @@ APART: Final = 4
 
 
 class Split(NamedTuple):
-    """How the model and all other work share the machine.
+    """How the model and all other work share the machine."""
 
-    Attributes
-    ----------
-    model : set of int
-        Cores of the model.
-    threads : int
-        Threads of the model.
-    others : set of int
-        Cores of HTTP and texts.
-    """
-
-    model: set[int]
-    threads: int
-    others: set[int]
+    model: set[int]  # its cores
+    threads: int  # of the model
+    others: set[int]  # cores of HTTP and texts
 
 
 def split_cores(allowed: set[int], count: int) -> Split:

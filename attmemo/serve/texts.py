@@ -35,20 +35,9 @@ class Tokens:
 
 
 class Texts:
-    """The tokenizer of one model.
+    """The tokenizer of one model, which takes `longest` tokens and has `vocabulary` token ids.
 
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer
-        It must have a backend of the library tokenizers.
-    longest : int
-        Tokens that the model takes.
-    vocabulary : int
-        Token ids that the model has.
-    prompts : mapping of str to str
-        Texts to put before others, by name.
-    prompt : str
-        The one that is put before all texts, if a request names none.
+    `prompts` are texts to put before others, by name; `prompt` is put before all texts, if a request names none.
     """
 
     def __init__(

@@ -28,13 +28,7 @@ Made = TypeVar("Made")
 class TextThreads:
     """Two pools of threads on the same cores: one for requests of one piece, one for the pieces of others.
 
-    Parameters
-    ----------
-    workers : int
-        Threads of a pool.
-    cores : set of int
-    shared : bool
-        The model has the same cores.
+    Each has so many workers. `shared`: the model has the same cores.
     """
 
     def __init__(self, workers: int, cores: set[int], *, shared: bool) -> None:

@@ -35,18 +35,10 @@ class Worker:
 
     torch keeps a team of threads for each thread that computes: one thread, one team, on the cores of the model.
 
-    Parameters
-    ----------
-    settings : Settings
-    queue : Queue
-    finished : callable
-        Given the requests of a batch that are complete; called in the thread.
-    seen : callable
-        Told of each forward, in the thread.
+    It calls `finished` with the requests of a batch that are complete, and `seen` for each forward.
 
     Attributes
     ----------
-    model : ServedModel
     failing : bool
         The last forward failed, or the last ones gave no finite answer.
     doubtful : tuple of list of int

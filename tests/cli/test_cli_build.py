@@ -7,13 +7,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from command_line import MAIN, attmemo, refuse, succeed
+from command_line import attmemo, ended_by, refuse, succeed
 
 from attmemo.cli import console
 from attmemo.db import Database, read_manifest
@@ -88,22 +85,10 @@ class TestBuild:
         log.write_text("".join(f"{line}\n" for line in generate_log(20_000, seed=3)))
         args = ["build-database", "--model", tiny_bert, "--data", str(log), "--output", str(path)]
         # One text at a time: minutes of work, so that the signal comes long before the end.
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, *args, "--batch-size", "1"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        code, stderr = ended_by(
+            signal.SIGINT, lambda: len(list(path.glob("arena/map-*.slots"))) > 2, *args, "--batch-size", "1"
         )
-        try:
-            deadline = time.monotonic() + 120
-            while len(list(path.glob("arena/map-*.slots"))) < 3:
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            process.send_signal(signal.SIGINT)
-            _, raw = process.communicate(timeout=60)
-        finally:
-            process.kill()
-            process.wait()
-        stderr = raw.decode()
-        assert process.returncode == 130
+        assert code == 130
         assert "interrupted; what was captured is published, the same command resumes" in stderr
         assert "Traceback" not in stderr
         assert "Exception ignored" not in stderr

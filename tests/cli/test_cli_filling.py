@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from command_line import attmemo, refuse, succeed
 from databases import fill
-from pools import MODEL, body_of, entry, hit, is_right, opened, tokens_of
+from pools import MODEL, body_of, damage, entry, hit, is_right, opened, tokens_of
 from transformers import PreTrainedTokenizerFast
 
 from attmemo.db import Database
@@ -65,11 +65,7 @@ def test_inspect_shows_records_bytes_and_uses(folder: Path) -> None:
 def test_check_names_a_damaged_record_and_says_that_it_is_not_served(folder: Path) -> None:
     assert found("check", folder)["ok"]
     with opened(folder, fills=False) as pool:
-        kept = pool.records[3]
-        file, offset = folder / "segments" / f"{kept.segment.number:010d}", kept.offset
-    with file.open("r+b") as stream:
-        stream.seek(offset)
-        stream.write(b"\xff" * 8)
+        damage(pool.records[3])
     result = attmemo("check", folder)
     assert result.exit_code == 1
     assert "record 3" in result.stdout
@@ -240,11 +236,7 @@ def test_inspect_names_namespaces_and_check_reads_them(folder: Path) -> None:
     assert "namespace a" in succeed("inspect", folder)
     assert found("check", folder)["records"] == 24
     with opened(own, fills=False) as pool:
-        kept = pool.records[2]
-        place, offset = own / "segments" / f"{kept.segment.number:010d}", kept.offset
-    raw = bytearray(place.read_bytes())
-    raw[offset] ^= 1
-    place.write_bytes(raw)
+        damage(pool.records[2])
     result = attmemo("check", folder, "--quiet", "--json", "-")
     assert result.exit_code == 1
     (finding,) = json.loads(result.stdout)["findings"]

@@ -7,15 +7,13 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import MAIN, attmemo, refuse, succeed
+from command_line import attmemo, ended_by, refuse, succeed
 from generators import LINES, POSITIONS, make_model, plain_loop, save, tokenizer
 from transformers import AutoTokenizer, BartModel, BertConfig, BertForMaskedLM, GPT2Model, ViTConfig, ViTModel
 
@@ -50,13 +48,21 @@ def lines(path: Path) -> list[str]:
 
 class TestAsStock:
     @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
-    def test_every_line_is_stocks(self, family: str, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
+    def test_every_line_is_stocks_and_the_wrapped_model_is_used(
+        self, family: str, saved: dict[str, str], source: Path, tmp_path: Path
+    ) -> None:
         extra = ("--output-summaries-only", "--causal-lm") if family == "gpt2" else ()
-        out = succeed("generate", saved[family], source, tmp_path / "out", *OPTIONS, *extra)
+        result = attmemo("generate", saved[family], source, tmp_path / "out", *OPTIONS, *extra, "--json", "-")
+        assert "15 lines (14 generated now, 0 there before)" in result.stderr
+        assert "1 line left blank" in result.stderr
+        found = json.loads(result.stdout)
+        assert found["fastseq"] is True
+        assert found["fastseq_stats"]["calls"] == {"fast": found["batches"], "stock": 0}
+        counts = found["fastseq_stats"]["counts"]
+        unpacked = counts.get("prefix" if family == "gpt2" else "shared", 0)  # where the processor has no kernels
+        assert counts.get("packed_steps", 0) + unpacked > 0
         limit = POSITIONS - 6 if family == "gpt2" else POSITIONS
         assert lines(tmp_path / "out") == plain_loop(make_model(family), TEXTS, limit=limit, **BEAMS)
-        assert "15 lines (14 generated now, 0 there before)" in out
-        assert "1 line left blank" in out
 
     def test_a_prompt_is_there_unless_it_is_not_wanted(
         self, saved: dict[str, str], source: Path, tmp_path: Path
@@ -75,18 +81,6 @@ class TestAsStock:
         args = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS, "--without_fastseq_opt", "--json", "-")
         assert json.loads(succeed(*args))["fastseq"] is False
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
-
-    @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
-    def test_the_wrapped_model_is_used(self, family: str, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
-        args = ("generate", saved[family], source, tmp_path / "out", *OPTIONS, "--output-summaries-only")
-        found = json.loads(succeed(*args, "--json", "-"))
-        assert found["fastseq"] is True
-        assert found["fastseq_stats"]["calls"] == {"fast": found["batches"], "stock": 0}
-        counts = found["fastseq_stats"]["counts"]
-        unpacked = counts.get("prefix" if family == "gpt2" else "shared", 0)  # where the processor has no kernels
-        assert counts.get("packed_steps", 0) + unpacked > 0
-        limit = POSITIONS - 6 if family == "gpt2" else POSITIONS
-        assert lines(tmp_path / "out") == plain_loop(make_model(family), TEXTS, limit=limit, **BEAMS)
 
     def test_a_model_that_fell_back_is_not_called_fast(
         self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -487,24 +481,13 @@ class TestInterrupted:
         source, output, part = tmp_path / "in.txt", tmp_path / "out", tmp_path / "out.part"
         source.write_text("".join(f"{text}\n" for text in texts))
         common = ["generate", saved["bart"], str(source), str(output), *OPTIONS, "--window", "100"]
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, *common, "--bs", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        code, stderr = ended_by(
+            how, lambda: part.exists() and part.read_bytes().count(b"\n") > 30, *common, "--bs", "1"
         )
-        try:
-            deadline = time.monotonic() + 120
-            while not (part.exists() and part.read_bytes().count(b"\n") > 30):
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            process.send_signal(how)
-            _, raw = process.communicate(timeout=60)
-        finally:
-            process.kill()
-            process.wait()
-        assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+        assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
         if how == signal.SIGINT:
-            assert f"interrupted; {output}.part holds what was generated, the same command resumes" in raw.decode()
-            assert "Traceback" not in raw.decode()
+            assert f"interrupted; {output}.part holds what was generated, the same command resumes" in stderr
+            assert "Traceback" not in stderr
         assert not output.exists()
         found = json.loads(succeed(*common, "--bs", "64", "--json", "-"))
         assert found["resumed"] >= 30

@@ -66,6 +66,9 @@ class TestWork:
         assert found["not_indexed"] == 0
         assert found["embedder"]["backend"] == "flat"
         assert found["tuning"] is None
+        assert found["reuse"] == "maps"
+        assert [kind["kind"] for kind in found["kinds"]] == ["map", "input"]
+        assert sum(kind["bytes"] for kind in found["kinds"]) == found["bytes"]
         out = succeed("inspect", database)
         assert logs["build"].name in out
         assert found["model"]["fingerprint"] in out
@@ -149,12 +152,6 @@ class TestRows:
         assert [guard["says"] for guard in found["guards"]] == [said]
         assert "guard of answer=auto" in succeed("inspect", stored)
         succeed("check", stored)
-
-    def test_inspect_tells_the_same_of_maps(self, database: Path) -> None:
-        found = json.loads(succeed("inspect", database, "--json", "-"))
-        assert found["reuse"] == "maps"
-        assert [kind["kind"] for kind in found["kinds"]] == ["map", "input"]
-        assert sum(kind["bytes"] for kind in found["kinds"]) == found["bytes"]
 
     def test_check_reads_every_record(self, stored: Path, tmp_path: Path) -> None:
         found = json.loads(succeed("check", stored, "--json", "-"))

@@ -68,6 +68,9 @@ class TestOneArgument:
             ({"threshold": "high", "reuse": "rows", "budget": 0.1}, "a threshold is one share of", "threshold=0.5"),
             ({"reuse": "columns"}, "one of auto, maps, rows, prefix, local, none; got", "leave out reuse"),
             ({"linear": "int4"}, "linear must be one of auto, exact, int8", "leave out linear"),
+            ({"lookup": "token"}, "lookup must be one of None, layer, sequence", "leave out lookup"),
+            ({"fetch": "x"}, "fetch must be one of auto", "leave out fetch"),
+            ({"residency": "x"}, "residency must be one of page-cache, hugepages", "leave out residency"),
         ],
     )  # fmt: skip
     def test_a_wrong_value_is_named(self, model: Any, given: dict[str, Any], said: str, hint: str) -> None:

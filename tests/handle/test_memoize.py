@@ -128,17 +128,15 @@ class TestThresholds:
 
     @pytest.mark.parametrize(
         "given",
-        [-0.1, 1.1, 95, float("nan"), float("inf"), [0.5], [0.5, 0.5, 0.5], [], [0.5, 2.0], "0.9", None, ["a", "b"]],
+        [
+            -0.1, 1.1, 95, float("nan"), float("inf"), [0.5], [0.5, 0.5, 0.5], [], [0.5, 2.0], "0.9", None, True,
+            ["a", "b"],
+        ],
         ids=repr,
     )
     def test_what_is_not_a_score_is_refused(self, model: Any, bert_database: Path, given: Any) -> None:
         with pytest.raises(ValueError, match="threshold"):
             memoize(model, given, bert_database)
-        assert is_bare(model)
-
-    def test_a_lookup_that_does_not_exist_is_refused(self, model: Any, bert_database: Path) -> None:
-        with pytest.raises(ValueError, match="lookup must be"):
-            memoize(model, 0.5, bert_database, lookup="token")  # type: ignore[arg-type]
         assert is_bare(model)
 
 
@@ -452,10 +450,6 @@ class TestStats:
         assert stats["layers"][0]["ms_spent"] > 0.0
         assert stats["layers"][0]["ms_saved"] is None, "nothing is known about the exact path without a profile"
         assert stats["database"] == str(bert_database)
-
-    def test_start_anew_when_reset(self, model: Any, inputs: Inputs, bert_database: Path) -> None:
-        memoize(model, 0.0, bert_database, gate=False)
-        logits(model, inputs)
         model.attmemo.reset_stats()
         assert model.attmemo.stats()["calls"] == 0
         logits(model, inputs)

@@ -97,7 +97,7 @@ def test_options_of_the_unit_exist() -> None:
 def metrics() -> set[str]:
     """Names that Prometheus reads from a service, those of histograms and counters with their endings."""
     found, idle = Metrics(), SimpleNamespace(model=SimpleNamespace(handle=None), waiting=0, inside=0, draining=False)
-    found.watch(lambda: dict.fromkeys(gauges(idle), ("", 1.0)))  # type: ignore[arg-type]
+    found.now = lambda: dict.fromkeys(gauges(idle), ("", 1.0))  # type: ignore[arg-type]
     found.asked("single")
     found.answered("single", "embed", 1, 1, (1.0, 1.0, 1.0, 1.0))
     found.failed("overloaded")

@@ -19,6 +19,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny(tmp_path_factory.mktemp("model"), None)
 
 
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Live]]:
+    """A server for each task."""
+    from services import living, tiny
+
+    make = tmp_path_factory.mktemp
+    with (
+        living(tiny(make("e"), None)) as embeds, living(tiny(make("c"), 3)) as classifies,
+        living(tiny(make("r"), 1)) as ranks, living(tiny(make("t"), None, ("O", "B-A", "I-A"))) as tags,
+    ):  # fmt: skip
+        yield {"embeds": embeds, "classifies": classifies, "ranks": ranks, "tags": tags}
+
+
 @pytest.fixture
 def live(model: str) -> Iterator[Live]:
     """A server of its own, with the usual settings."""

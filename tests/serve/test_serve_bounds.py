@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import ExitStack, suppress
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services import POST, TYPE, Live, connect, counted, is_ended, living, told, until, whole
+from services import POST, TYPE, Live, connect, counted, halt, is_ended, living, told, until, whole
 
 from attmemo.serve import room, routes_texts
 from attmemo.serve.refusal import Refusal
@@ -67,14 +66,8 @@ def test_a_large_body_without_room_is_refused_before_it_comes_and_a_small_one_ta
 
 
 def test_bodies_that_are_in_work_give_way_to_none(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, go_on = live.service.model.run, threading.Event()
+    go_on = halt(live, monkeypatch)
     live.service.bodies.most = 1_000_000
-
-    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        assert go_on.wait(30)
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(type(live.service.model), "run", late)
     large = {"inputs": "alpha", "unknown": "x" * 900_000}
     with connect(live) as first, connect(live) as small:
         first.sendall(whole(large))

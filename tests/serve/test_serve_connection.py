@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
-from services import Live, living, tiny
+from services import Live, connect, is_ended, told, whole
 
 from attmemo.serve.connection import LARGE, Protocol, Whole
 from attmemo.serve.server import make_server
@@ -72,9 +69,8 @@ def test_nothing_is_sent_to_a_client_that_went_away() -> None:
     assert asyncio.run(run()) == ["closed"]
 
 
-def test_the_server_has_such_connections(tmp_path: Path) -> None:
-    with living(tiny(tmp_path, None)) as live:
-        assert make_server(live.service).config.http is Protocol
+def test_the_server_has_such_connections(live: Live) -> None:
+    assert make_server(live.service).config.http is Protocol
 
 
 @pytest.mark.parametrize(("end", "expected"), [("close", [b"head", "closed"]), ("abort", ["aborted"])])
@@ -90,37 +86,17 @@ def test_closing_sends_what_is_held_and_aborting_does_not(end: str, expected: li
     assert asyncio.run(run()) == expected
 
 
-def read_to_the_end(connection: socket.socket) -> bytes:
-    found = b""
-    while piece := connection.recv(65536):
-        found += piece
-    return found
+def test_requests_sent_at_once_are_answered_whole_and_in_order_before_the_connection_ends(live: Live) -> None:
+    asked = [{"inputs": [text], "reuse": "off"} for text in ("alpha beta", "gamma", "delta epsilon zeta")]
+    expected = [(200, live.post("/embed", body).json) for body in asked]
+    with connect(live) as connection:
+        connection.sendall(whole(asked[0]) + whole(asked[1]) + whole(asked[2], b"connection: close\r\n"))
+        assert [told(connection) for _ in asked] == expected
+        assert is_ended(connection)
 
 
-def test_requests_sent_at_once_are_answered_whole_and_in_order_before_the_connection_ends(tmp_path: Path) -> None:
-    def request(path: str, texts: list[str], more: str = "") -> bytes:
-        body = json.dumps({"inputs": texts, "reuse": "off"})
-        head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n{more}"
-        return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
-
-    texts = ["alpha beta", "gamma", "delta epsilon zeta"]
-    with living(tiny(tmp_path, None)) as live:
-        expected = [live.post("/embed", {"inputs": [text], "reuse": "off"}).body for text in texts]
-        host, _, port = live.url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), 30) as connection:
-            asked = [request("/embed", [text]) for text in texts[:2]]
-            connection.sendall(b"".join([*asked, request("/embed", texts[2:], "connection: close\r\n")]))
-            answers = read_to_the_end(connection)
-    for body in expected:
-        head, _, rest = answers.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 OK")
-        assert rest.startswith(body)
-        answers = rest[len(body) :]
-    assert not answers
-
-
-def test_what_is_held_is_sent_before_a_client_that_sends_no_more_is_closed(tmp_path: Path) -> None:
-    async def run(live: Live) -> list[Any]:
+def test_what_is_held_is_sent_before_a_client_that_sends_no_more_is_closed(live: Live) -> None:
+    async def run() -> list[Any]:
         below = Below()
         server = make_server(live.service)
         server.config.load()
@@ -130,5 +106,4 @@ def test_what_is_held_is_sent_before_a_client_that_sends_no_more_is_closed(tmp_p
         protocol.eof_received()
         return below.sent
 
-    with living(tiny(tmp_path, None)) as live:
-        assert asyncio.run(run(live)) == [b"answer"]
+    assert asyncio.run(run()) == [b"answer"]

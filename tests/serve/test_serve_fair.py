@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services import Live, ask, living
+from services import Live, ask, living, rest, until
 
 from attmemo.serve import threads as text_threads
 from attmemo.serve.refusal import Refusal
@@ -63,14 +62,6 @@ def post_later(live: Live, path: str, body: Any) -> tuple[threading.Thread, list
     return thread, statuses
 
 
-def idle(live: Live) -> bool:
-    for _ in range(1000):
-        if not live.service.inside:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 @pytest.mark.parametrize("path", ["/tokenize", "/embed"])
 def test_a_large_request_holds_no_small_one_up(live: Live, blocked: Blocked, path: str) -> None:
     """The threads of large requests are all busy."""
@@ -98,7 +89,7 @@ def test_texts_of_the_tokenizer_are_let_in_and_leave_half_to_the_model(live: Liv
     blocked.go_on.set()
     thread.join(30)
     assert statuses == [200]
-    assert idle(live)
+    rest(live)
     assert live.post("/decode", {"ids": [5]}).status == 200
 
 
@@ -106,7 +97,7 @@ def test_more_texts_than_the_half_are_let_in_where_no_others_are(live: Live) -> 
     texts = ["alpha"] * (10 * LIMIT)
     assert len(live.post("/tokenize", {"inputs": texts}).json) == len(texts)
     assert len(live.post("/decode", {"ids": [[5]] * (10 * LIMIT)}).json) == len(texts)
-    assert idle(live)
+    rest(live)
 
 
 def test_requests_of_the_tokenizer_are_counted(live: Live) -> None:
@@ -261,10 +252,6 @@ def test_a_soak_in_small(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(told["chunked"]) <= {"413", "429"}
         assert told["large_head"] == told["large_url"] == {"431": 2}
         assert 0 < largest[0] <= bodies.most
-        for _ in range(1000):
-            if not live.server.server_state.connections:
-                break
-            time.sleep(0.01)
-        assert not live.server.server_state.connections
+        until(lambda: not live.server.server_state.connections)
         assert (bodies.held, live.service.answers.held, live.service.inside) == (0, 0, 0)
         assert ask(live.url + "/embed", {"inputs": "alpha"}).status == 200

@@ -44,16 +44,6 @@ ROUTES: list[tuple[str, str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", name="lives")
-def _lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Live]]:
-    make = tmp_path_factory.mktemp
-    with (
-        living(tiny(make("e"), None)) as embeds, living(tiny(make("c"), 3)) as classifies,
-        living(tiny(make("r"), 1)) as ranks,
-    ):  # fmt: skip
-        yield {"embeds": embeds, "classifies": classifies, "ranks": ranks}
-
-
 @contextmanager
 def broken(live: Live, value: float) -> Iterator[None]:
     """A running service whose weights of the word "alpha" hold this number, and of the head where it is infinite."""

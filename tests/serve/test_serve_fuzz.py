@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from services import Live, living, tiny
+from services import Live
 
 from attmemo.serve.bodies import MOST_ID
 
@@ -41,20 +40,12 @@ right = {
     "dimensions": st.none() | st.integers(-1, 70),
     "reuse": st.sampled_from(["on", "off", "maybe"]),
 }
+servers = st.sampled_from(["embeds", "ranks"])
 bodies = st.fixed_dictionaries({}, optional={name: right.get(name, values) | values for name in FIELDS}) | values
 raw = st.one_of(bodies.map(lambda body: json.dumps(body).encode()), st.binary(max_size=60))
 
 
-@pytest.fixture(scope="module", name="lives")
-def _lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Live]]:
-    with (
-        living(tiny(tmp_path_factory.mktemp("embeds"), None)) as embeds,
-        living(tiny(tmp_path_factory.mktemp("ranks"), 1)) as ranks,
-    ):
-        yield [embeds, ranks]
-
-
-def check(lives: list[Live], which: int, path: str, body: bytes) -> None:
+def check(lives: dict[str, Live], which: str, path: str, body: bytes) -> None:
     reply = lives[which].post(path, body)
     assert reply.status in ANSWERS, (path, body)
     found: Any = json.loads(reply.body)
@@ -63,8 +54,8 @@ def check(lives: list[Live], which: int, path: str, body: bytes) -> None:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-@given(st.integers(0, 1), st.sampled_from(PATHS), raw)
-def test_bodies_at_random_are_answered_or_refused(lives: list[Live], which: int, path: str, body: bytes) -> None:
+@given(servers, st.sampled_from(PATHS), raw)
+def test_bodies_at_random_are_answered_or_refused(lives: dict[str, Live], which: str, path: str, body: bytes) -> None:
     check(lives, which, path, body)
 
 
@@ -73,7 +64,7 @@ def test_bodies_at_random_are_answered_or_refused(lives: list[Live], which: int,
     max_examples=int(os.environ.get("ATTMEMO_FUZZ", "100000")), deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
-@given(st.integers(0, 1), st.sampled_from(PATHS), raw)
-def test_a_hundred_thousand_bodies_at_random(lives: list[Live], which: int, path: str, body: bytes) -> None:
+@given(servers, st.sampled_from(PATHS), raw)
+def test_a_hundred_thousand_bodies_at_random(lives: dict[str, Live], which: str, path: str, body: bytes) -> None:
     check(lives, which, path, body)
     assert lives[which].service.inside == 0

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import resource
 import socket
-import threading
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import pytest
-from services import POST, TYPE, Live, connect, counted, is_ended, told, until, whole
+from services import POST, TYPE, Live, connect, counted, halt, is_ended, told, until, whole
 
 from attmemo.serve import clients
 from attmemo.serve.clients import CONNECTIONS, FILES, most_connections
@@ -115,13 +113,7 @@ def test_a_connection_between_two_requests_has_no_such_clock(live: Live) -> None
 def test_a_request_is_answered_though_the_head_behind_it_does_not_arrive(
     hasty: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, go_on = hasty.service.model.run, threading.Event()
-
-    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        assert go_on.wait(30)
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(type(hasty.service.model), "run", late)
+    go_on = halt(hasty, monkeypatch)
     with connect(hasty) as connection:
         connection.sendall(whole(GOOD) + POST)
         until(lambda: counted(hasty, "slow"))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import http.client
-import json
-import socket
 import threading
 import time
 from collections import Counter
@@ -16,11 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlparse
 
 import numpy as np
 import pytest
-from services import WORDS, Live, Reply, living
+from services import POST, TYPE, WORDS, Live, Reply, connect, living, rest, told, whole
 
 from attmemo.serve import server
 from attmemo.serve.service import WATCHED
@@ -55,14 +51,6 @@ def vector(reply: Reply) -> Any:
     return np.array(reply.json[0], np.float32)
 
 
-def idle(live: Live) -> bool:
-    for _ in range(200):
-        if not live.service.inside and not live.service.waiting:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_overload_refuses_some_and_answers_the_others_right(slow: Live) -> None:
     exact = {number: vector(slow.post("/embed", {"inputs": text_of(number), "reuse": "off"})) for number in range(40)}
     with ThreadPoolExecutor(40) as pool:
@@ -76,7 +64,7 @@ def test_overload_refuses_some_and_answers_the_others_right(slow: Live) -> None:
         else:
             assert reply.json == {"error": "Model is overloaded", "error_type": "Overloaded"}
             assert reply.headers["retry-after"] == "1"
-    assert idle(slow)
+    rest(slow)
     assert slow.post("/embed", {"inputs": "alpha"}).status == 200
 
 
@@ -98,14 +86,11 @@ def test_a_request_larger_than_the_service_is_let_in_alone(slow: Live) -> None:
 
 def test_what_a_client_that_went_away_asked_for_is_not_computed(slow: Live) -> None:
     done = slow.service.metrics.counts().get(("attmemo_sequences", ""), 0)
-    body = json.dumps({"inputs": [text_of(number) for number in range(200)]}).encode()
-    place = urlparse(slow.url)
-    with socket.create_connection((place.hostname, place.port)) as client:
-        head = f"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        client.sendall(f"{head}\r\n".encode() + body)
+    with connect(slow) as client:
+        client.sendall(whole({"inputs": [text_of(number) for number in range(200)]}))
         while not slow.service.waiting:
             time.sleep(0.005)
-    assert idle(slow)
+    rest(slow)
     assert slow.service.metrics.counts().get(("attmemo_sequences", ""), 0) - done < 200
     assert slow.service.metrics.counts()["te_request_failure", "gone"] == 1
 
@@ -131,7 +116,7 @@ def test_what_a_cancelled_caller_asked_for_is_not_computed(slow: Live) -> None:
         assert request.gone
 
     asyncio.run(ask())
-    assert idle(slow)
+    rest(slow)
     assert slow.service.metrics.counts().get(("attmemo_sequences", ""), 0) - done < 200
     assert slow.service.alive, "the caller's event loop is closed by now"
 
@@ -164,16 +149,10 @@ def test_a_model_that_always_fails_is_unhealthy_until_it_answers(live: Live, mon
 
 
 def test_a_slow_client_is_told_to_hurry_and_holds_no_other_up(model: str) -> None:
-    with living(model, client_seconds=0.3) as live:
-        place = urlparse(live.url)
-        slow = http.client.HTTPConnection(str(place.hostname), place.port)
-        slow.putrequest("POST", "/embed")
-        slow.putheader("content-type", "application/json")
-        slow.putheader("content-length", "1000")
-        slow.endheaders(b'{"inputs":')
+    with living(model, client_seconds=0.3) as live, connect(live) as slow:
+        slow.sendall(POST + TYPE + b'content-length: 1000\r\n\r\n{"inputs":')
         assert live.post("/embed", {"inputs": "alpha"}).status == 200
-        assert slow.getresponse().status == 408
-        slow.close()
+        assert told(slow)[0] == 408
 
 
 def test_many_threads_ask_for_texts_of_all_sizes(live: Live) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import pytest
-from services import Live, living, tiny
+from services import Live, connect, living, tiny, told, whole
 
 from attmemo.db.namespaces import named_in
 from attmemo.serve.queue import Queue, Request, Waiting
@@ -87,19 +85,10 @@ def test_names_that_are_none_and_too_many_are_refused(model: str) -> None:
 
 def test_a_header_that_is_given_twice_is_refused(model: str) -> None:
     """Else a client could add its own to that of the gateway before the service."""
-    with living(model, namespaces=2) as live:
-        place = urlparse(live.url)
-        connection = http.client.HTTPConnection(str(place.hostname), place.port)
-        connection.putrequest("POST", "/predict")
-        body = b'{"inputs": "alpha"}'
-        for name, value in (
-            ("content-type", "application/json"), ("content-length", str(len(body))),
-            ("x-attmemo-namespace", "a"), ("x-attmemo-namespace", "b"),
-        ):  # fmt: skip
-            connection.putheader(name, value)
-        connection.endheaders(body)
-        assert connection.getresponse().status == 422
-        connection.close()
+    with living(model, namespaces=2) as live, connect(live) as connection:
+        connection.sendall(whole({"inputs": "alpha"}, b"x-attmemo-namespace: a\r\nx-attmemo-namespace: b\r\n"))
+        status, body = told(connection)
+        assert (status, "given 2 times" in body["error"]) == (422, True)
 
 
 def test_namespaces_are_kept_in_folders_and_go_on_after_a_restart(model: str, tmp_path: Path) -> None:

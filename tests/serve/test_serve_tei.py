@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from services import Live, Reply, living, tiny
+from services import Live, Reply
 
 DOCUMENT = os.environ.get("ATTMEMO_TEI_OPENAPI", "")
 OURS = {"reuse", "budget"}
@@ -45,16 +44,6 @@ BODIES: list[tuple[str, str, Any]] = [
 @pytest.fixture(scope="module", name="document")
 def _document() -> Any:
     return json.loads(Path(DOCUMENT).read_text())
-
-
-@pytest.fixture(scope="module", name="lives")
-def _lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Live]]:
-    make = tmp_path_factory.mktemp
-    with (
-        living(tiny(make("e"), None)) as embeds, living(tiny(make("c"), 3)) as classifies,
-        living(tiny(make("r"), 1)) as ranks,
-    ):  # fmt: skip
-        yield {"embeds": embeds, "classifies": classifies, "ranks": ranks}
 
 
 def check(document: Any, path: str, method: str, reply: Reply) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +42,22 @@ def refuse(*args: str | Path) -> str:
     assert "Traceback" not in stderr
     assert "unexpected" not in stderr
     return stderr
+
+
+def ended_by(how: signal.Signals, ready: Callable[[], bool], *args: str | Path) -> tuple[int, str]:
+    """Exit code and standard error of a command in a process of its own, which gets a signal once it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not ready():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(how)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, stderr

@@ -215,6 +215,23 @@ def until(what: Callable[[], Any]) -> None:
     raise AssertionError("did not happen")
 
 
+def rest(live: Live) -> None:
+    """Wait until nothing is in a service."""
+    until(lambda: not live.service.inside and not live.service.waiting)
+
+
+def halt(live: Live, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have the model wait until this event is set."""
+    run, go_on = live.service.model.run, threading.Event()
+
+    def late(_: Any, *args: Any, **kwargs: Any) -> Any:
+        assert go_on.wait(30)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(type(live.service.model), "run", late)
+    return go_on
+
+
 def counted(live: Live, reason: str) -> int:
     """Requests that failed for a reason."""
     return live.service.metrics.counts().get(("te_request_failure", reason), 0)
