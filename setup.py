@@ -172,7 +172,7 @@ setup(
                 extra_link_args=CHECKS,
                 libraries=["dl", "m"],
             )
-            for name in ("ngram", "align", "changes", "embed", "members", "plan")
+            for name in ("ngram", "embed", "members", "plan", "sketch")
         ),
     ],
 )
