@@ -25,6 +25,7 @@
 #include <Python.h>
 
 #include "gaps.h"
+#include "module.h"
 #include "pairing.h"
 
 enum { NONE, ROUNDED, UNKNOWN, UNSURE, FREELY, FULLY, SAME }; /* as Evidence in attmemo/kernels/plan.py */
@@ -385,15 +386,4 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._plan",
-    .m_doc = "Records for the inputs of a batch, and what is known of the changes. See native/plan.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-};
-
-PyMODINIT_FUNC PyInit__plan(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_plan, "Records for the inputs of a batch, and what is known of the changes. See native/plan.c.", NULL)

@@ -15,6 +15,7 @@
 #include <math.h>
 
 #include "arrays.h"
+#include "module.h"
 #include "numbers.h"
 
 enum { MOST_DIMENSIONS = 1024, WORD = 64, LANES = 8, FLUSH = 8192 };
@@ -169,16 +170,12 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._sketch",
-    .m_doc = "Sketches of token sequences, and the nearest of them. See native/sketch.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-};
-
-PyMODINIT_FUNC PyInit__sketch(void)
+static int native_exec(PyObject *Py_UNUSED(module))
 {
     make_signs();
-    return PyModuleDef_Init(&native_module);
+    return 0;
 }
+
+static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
+
+NATIVE_MODULE(_sketch, "Sketches of token sequences, and the nearest of them. See native/sketch.c.", native_slots)

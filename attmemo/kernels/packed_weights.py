@@ -1,4 +1,4 @@
-"""What linear layers of `native/linear.c` have in common: rows in, rows out, and two layers in one call."""
+"""What linear layers of `native/linear.c` have in common: rows in, rows out."""
 
 from __future__ import annotations
 
@@ -173,35 +173,6 @@ class Panels(ABC):
             _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
             (len(x), self.inputs, self.outputs, *self.kind), self.weights, self.norm_of(norm),
             (self.arithmetic, torch.get_num_threads() if threads is None else threads, isa),
-        )  # fmt: skip
-        return out
-
-    def feed(
-        self, behind: Panels, x: Tensor, add: Tensor | None = None, norm: nn.LayerNorm | None = None, *,
-        threads: int | None = None, isa: str = "",
-    ) -> Tensor:  # fmt: skip
-        """``behind(self(x), add, norm)``, in one call where it pays: what lies between the layers stays in a cache.
-
-        `behind` is of the same kind and has no activation. Raises as a call does.
-        """
-        if type(behind) is not type(self) or (behind.inputs, behind.dtype) != (self.outputs, self.dtype):
-            raise ValueError(
-                f"the second layer must be a {type(self).__name__} of {self.dtype} [N, {self.outputs}], not "
-                f"a {type(behind).__name__} of {behind.dtype} [N, {behind.inputs}]"
-            )
-        if behind.activation != "none" or behind.gated:
-            raise ValueError(f"the second layer must have no activation and no gate, not {behind.activation!r}")
-        check_rows(x, self.inputs, self.dtype, add, behind.outputs)
-        threads = torch.get_num_threads() if threads is None else threads
-        if self.are_two_calls(len(x), threads):
-            return behind(self(x, threads=threads, isa=isa), add, norm, threads=threads, isa=isa)
-        out = torch.empty((len(x), behind.outputs), dtype=self.dtype)
-        x = _in_lines(x)
-        add = None if add is None else _in_lines(add)
-        native.feed(
-            _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
-            (len(x), self.inputs, self.outputs, behind.outputs, *self.kind), self.weights, behind.weights,
-            behind.norm_of(norm), (self.arithmetic, threads, isa),
         )  # fmt: skip
         return out
 

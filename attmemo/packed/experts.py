@@ -1,6 +1,6 @@
 """Feed-forward layers in parts, of which each row uses few: experts, chosen by a router.
 
-Rows are sorted by expert, and each expert is two linear layers in one call over its rows. A row's numbers depend on
+Rows are sorted by expert, and each expert is two linear layers over its rows. A row's numbers depend on
 this row alone: each step is a kernel of attmemo, or an operator of torch that treats each number, or each row, by
 itself.
 """
@@ -55,7 +55,7 @@ class Experts:
         begin = 0
         for (up, down), end in zip(self._parts, ends.tolist(), strict=True):
             if end > begin:
-                found[begin:end] = up.feed(down, rows[begin:end])
+                found[begin:end] = down(up(rows[begin:end]))
             begin = end
         places = np.empty_like(order)
         places[order] = np.arange(len(order))

@@ -14,7 +14,6 @@ where the caller asks for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,8 +178,8 @@ class Packed:
             disentangled=known.disentangled(number), causal=blocks.causal, sinks=block.sinks,
         )  # fmt: skip
         hidden = layer.mixed(context, hidden)
-        if layer.feed is not None:
-            return layer.feed(_norm(block.before_feed, hidden), hidden)
+        if layer.routed is not None:
+            return layer.routed(_norm(block.before_feed, hidden), hidden)
         inner = layer.up(_norm(block.before_feed, hidden))
         if layer.gates:
             half = inner.shape[1] // 2
@@ -207,10 +206,10 @@ class _Layer:
         self.activate = block.activation
         self.qkv, self.out = _ready(block.qkv, linear), _ready((block.out,), linear)
         self.mixed = _normed(self.out, block.inner, block.behind)
-        self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # all that follows attention, in one call
+        self.routed: Callable[[Tensor, Tensor], Tensor] | None = None  # in place of `up` and `down`
         self.experts = None if block.routed is None else _experts(block.routed, linear)
         if block.routed is not None:
-            self.feed = _Original(block.routed.module) if self.experts is None else self.experts
+            self.routed = _Original(block.routed.module) if self.experts is None else self.experts
         if block.down is None:
             return
         self.down = _ready((block.down,), linear)
@@ -220,8 +219,6 @@ class _Layer:
         # Gate and activation are steps of their own.
         self.gates, self.activates = block.gated and gated is None, gated is None and fused == "none"
         self.left = _normed(self.down, block.inner_feed, block.behind_feed)
-        if isinstance(self.up, Panels) and type(self.down) is type(self.up) and not self.activates:
-            self.feed = _normed(partial(self.up.feed, self.down), block.inner_feed, block.behind_feed, self.down)
 
     @property
     def link(self) -> Link | None:
@@ -231,7 +228,7 @@ class _Layer:
             return None
         kind = type(self.up)
         parts = [part for part in (self.qkv, self.out, self.up, self.down) if isinstance(part, Panels)]
-        if self.feed is None or any(type(part) is not kind for part in parts) or len(parts) != 4:
+        if self.activates or any(type(part) is not kind for part in parts) or len(parts) != 4:
             return None
         norms = [None if norm is None else norm_of(norm) for norm in block.norms]
         if any(norm is None and given is not None for norm, given in zip(norms, block.norms, strict=True)):
@@ -319,16 +316,11 @@ def _gated(modules: tuple[nn.Module, ...], linear: LinearName, activation: str) 
     return next((layer for layer in found if layer is not None), None)
 
 
-def _normed(
-    layer: Callable[..., Tensor], inner: Any, norm: Any, last: Any = None
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """The layer with a residual and the norms in front of it and behind: in one call if the last of the layers takes
-    the one behind.
-    """
-    last = layer if last is None else last
+def _normed(layer: Ready, inner: Any, norm: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The layer with a residual and the norms in front of it and behind: in one call if it takes the one behind."""
     if inner is not None:
         return lambda x, add: _norm(norm, _norm(inner, layer(x)).add_(add))
-    if isinstance(last, Panels) and last.takes(norm):
+    if isinstance(layer, Panels) and layer.takes(norm):
         return lambda x, add: layer(x, add, norm)
     return lambda x, add: _norm(norm, layer(x, add))
 
