@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attmemo.kernels import _linear as native
-from attmemo.kernels.linear import ACTIVATIONS, check_parts, check_rows, stacked
+from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, check_rows, sample, stacked
 from attmemo.kernels.omp_team import join_torch
 from attmemo.kernels.pages import Slab
 
@@ -175,6 +175,36 @@ class Panels(ABC):
             (self.arithmetic, torch.get_num_threads() if threads is None else threads, isa),
         )  # fmt: skip
         return out
+
+
+class ExactPanels(Panels):
+    """Layers that compute in the type of their weights. Their oracle is `torch.nn.functional.linear`."""
+
+    taken: ClassVar[torch.dtype]
+    """The type that the kernel takes."""
+
+    @classmethod
+    def _check(cls, weight: Tensor) -> None:
+        if weight.dtype != cls.taken or weight.shape[1] > MOST_INPUTS:
+            name = str(cls.taken).removeprefix("torch.")
+            raise ValueError(f"weights are {name} with at most {MOST_INPUTS} inputs, not {weight.dtype}")
+
+    @classmethod
+    def where_it_pays(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none", gated: bool = False
+    ) -> Self | None:
+        """The layer, if the tensors are of this type and the processor has instructions that the kernel was made for.
+
+        It is compared with torch on a few rows; None also if it differs.
+        """
+        if weights[0].dtype != cls.taken or weights[0].shape[1] > MOST_INPUTS:
+            return None
+        if cls.instruction_sets()[:1] in ([], ["generic"]):
+            return None
+        layer = cls.of(weights, biases, activation, gated)
+        with torch.no_grad():
+            x = sample(layer.inputs, layer.dtype)
+            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None, gated) else None
 
 
 def columns_of(weight: Tensor, gated: bool) -> Tensor:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from attmemo.kernels.exact_layers import exact_layer
 from attmemo.kernels.linear import Linear
-from attmemo.kernels.linear32 import Linear32
 from attmemo.kernels.packed_weights import Panels
 from attmemo.models.blocks import Routed
 
@@ -32,7 +32,7 @@ class Experts:
     def __init__(self, routed: Routed, parts: Sequence[tuple[Panels, Panels]]) -> None:
         self._routed, self._parts = routed, parts
         weights, biases = [routed.router.weight.detach().float()], [routed.router.bias.detach().float()]
-        self._router = Linear32.where_it_pays(weights, biases) or Linear.of(weights, biases)
+        self._router = exact_layer(weights, biases) or Linear.of(weights, biases)
 
     @property
     def linears(self) -> list[tuple[Linear | Panels, tuple[nn.Module, ...]]]:

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from attmemo.kernels.encoder_stack import Chain, Link, positions_of
+from attmemo.kernels.exact_layers import exact_layer
 from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
-from attmemo.kernels.linear16 import Linear16
-from attmemo.kernels.linear32 import Linear32
 from attmemo.kernels.norms import norm_of
 from attmemo.kernels.packed_weights import Panels
 from attmemo.kernels.pages import Slab
@@ -213,7 +212,7 @@ class _Layer:
         if block.down is None:
             return
         self.down = _ready((block.down,), linear)
-        gated = None if name is None or not block.gated else _gated(block.up, linear, name)
+        gated = None if name is None or not block.gated else _panels(block.up, linear, name, True)
         fused = name if name is not None and not block.gated and all(map(is_plain, block.up)) else "none"
         self.up = _ready(block.up, linear, fused) if gated is None else gated
         # Gate and activation are steps of their own.
@@ -283,37 +282,34 @@ def _experts(routed: Routed, linear: LinearName) -> Experts | None:
     """The parts made ready; None: some have no kernel."""
     found = []
     for up, down in routed.parts:
-        first, second = _gated((up,), linear, routed.activation), _ready((down,), linear)
+        first, second = _panels((up,), linear, routed.activation, True), _ready((down,), linear)
         if first is None or not isinstance(second, Panels):
             return None
         found.append((first, second))
     return Experts(routed, found)
 
 
-def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str = "none") -> Ready:
-    if all(map(is_plain, modules)):
-        weights: list[Any] = [module.weight for module in modules]
-        biases: list[Any] = [module.bias for module in modules]
-        if linear == "int8":
-            return Linear8.of(weights, biases, activation)
-        for own in (Linear32, Linear16):
-            layer = own.where_it_pays(weights, biases, activation)
-            if layer is not None:
-                return layer
-        return Linear.of(weights, biases, activation)
-    return Called(modules)
-
-
-def _gated(modules: tuple[nn.Module, ...], linear: LinearName, activation: str) -> Panels | None:
-    """The layer with its gate in one call; None if there is no such layer."""
+def _panels(
+    modules: tuple[nn.Module, ...], linear: LinearName, activation: str, gated: bool = False
+) -> Panels | None:
+    """A layer by a kernel of attmemo; None if there is no such layer."""
     if not all(map(is_plain, modules)):
         return None
-    weights: list[Any] = [module.weight for module in modules]
-    biases: list[Any] = [module.bias for module in modules]
+    weights, biases = _parts(modules)
     if linear == "int8":
-        return Linear8.of(weights, biases, activation, True)
-    found = (own.where_it_pays(weights, biases, activation, True) for own in (Linear32, Linear16))
-    return next((layer for layer in found if layer is not None), None)
+        return Linear8.of(weights, biases, activation, gated)
+    return exact_layer(weights, biases, activation, gated)
+
+
+def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str = "none") -> Ready:
+    if not all(map(is_plain, modules)):
+        return Called(modules)
+    return _panels(modules, linear, activation) or Linear.of(*_parts(modules), activation)
+
+
+def _parts(modules: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights and biases."""
+    return [module.weight for module in modules], [module.bias for module in modules]
 
 
 def _normed(layer: Ready, inner: Any, norm: Any) -> Callable[[Tensor, Tensor], Tensor]:
