@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attmemo.kernels import _linear as native
 from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, check_rows, sample, stacked
+from attmemo.kernels.norms import NO_NORM, KeptNorms, NativeNorm, Norm
 from attmemo.kernels.omp_team import join_torch
 from attmemo.kernels.pages import Slab
 
@@ -23,7 +24,6 @@ _FEW: Final = 48  # rows: threads share columns then, not rows, or each of them 
 Numbers = np.ndarray[Any, Any]
 Weights = tuple[Numbers, Numbers, Numbers, Numbers]  # panels, scales, bias, sums
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 2}  # as `enum type` has them
-NO_NORM: Final = (0, 0, 0.0, 0, True)
 
 join_torch(native.use_team)
 
@@ -127,6 +127,11 @@ class Panels(ABC):
         """Type, activation, and whether it is gated, as native code has them."""
         return _TYPES[self.dtype], ACTIVATIONS.index(self.activation), self.gated
 
+    def native(self, kept: KeptNorms, *norms: Norm | None) -> Any:
+        """The layer as `prepare` of `_chain` and of `_decode` take it, with the three norms that it ends with."""
+        ends = tuple([kept.native(norm, self.outputs) for norm in norms or (None, None, None)])
+        return self.inputs, self.outputs, self.kind[1], self.gated, self.weights, ends
+
     def takes(self, norm: Any) -> bool:
         """Whether `norm` is a layer norm that a call can end with."""
         if not isinstance(norm, nn.LayerNorm) or not self._fits(norm.weight):
@@ -139,7 +144,7 @@ class Panels(ABC):
             and part.is_contiguous() and part.device.type == "cpu"
         )  # fmt: skip
 
-    def norm_of(self, norm: nn.LayerNorm | None) -> tuple[int, int, float, int, bool]:
+    def norm_of(self, norm: nn.LayerNorm | None) -> NativeNorm:
         """A norm that a call ends with, as native code has it. ValueError: this layer does not take it."""
         if norm is None:
             return NO_NORM
