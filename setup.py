@@ -25,8 +25,8 @@ STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-UNDEBUG"]
 CHECKS = [f"-fsanitize={name}" for name in os.environ.get("ATTMEMO_SANITIZE", "").split(",") if name]
 if CHECKS:
     CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
-SHARED = ["native/amx.h", "native/fine.h", "native/numbers.h", "native/team.h", "native/tiles.h"]
-ATTENTION = ["plain", "generic", "avx2", "avx512", "avx512bf16"]
+SHARED = [f"native/{name}.h" for name in ("amx", "arrays", "fine", "module", "numbers", "team", "tiles")]
+ATTENTION = ["generic", "avx2", "avx512", "avx512bf16"]
 ATTENTION_PARTS = [
     "attention",
     "attention_face",
@@ -67,7 +67,7 @@ LINEAR_PARTS = [
     "linear_kernel",
     "linear_finish",
     "linear_gelu",
-    "linear_in_place",
+    "linear_panels",
     "linear16_kernel",
     "linear32_kernel",
     "linear8_avx512",
@@ -83,8 +83,8 @@ LINEAR_PARTS = [
 ]
 
 ROWS = ["_generic", "_avx2", "_avx512"]
-ROWS_PARTS = ["rows", "rows_kernel", "arrays", "attention", "types_avx2", "types_avx512", "vectors"]
-SINGLE_PARTS = ["arrays", "fine", "gaps", "kinds", "numbers", "pairing", "team"]
+ROWS_PARTS = ["rows", "rows_kernel", "attention", "types_avx2", "types_avx512", "vectors"]
+SINGLE_PARTS = ["arrays", "fine", "gaps", "kinds", "module", "numbers", "pairing", "team"]
 CHAIN_PARTS = ["attention", "attention_face", "linear", "linear_face"]
 DECODE_PARTS = ["decode", "decode_kernel", *CHAIN_PARTS, "types_avx2", "types_avx512", "vectors"]
 
@@ -172,7 +172,7 @@ setup(
                 extra_link_args=CHECKS,
                 libraries=["dl", "m"],
             )
-            for name in ("ngram", "align", "changes", "embed", "members", "plan")
+            for name in ("ngram", "embed", "members", "plan", "sketch")
         ),
     ],
 )

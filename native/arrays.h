@@ -27,6 +27,8 @@ static inline bool has_type(const Py_buffer *view, const char *type)
            strlen(view->format) == 1 && strchr(type + 1, view->format[0]);
 }
 
+enum { MOST_TOKENS = 1 << 29 }; /* of a sequence */
+
 /* Whether an array has so many dimensions, numbers of a type, and no gaps. */
 static inline bool is_array(const Py_buffer *view, int dimensions, const char *type)
 {
@@ -46,6 +48,15 @@ static inline void release(Py_buffer *views, int held)
 {
     while (held)
         PyBuffer_Release(&views[--held]);
+}
+
+/* Whether `count` + 1 starts cut exactly `tokens` tokens into sequences that are not too long. */
+static inline bool are_starts(const int64_t *starts, Py_ssize_t count, Py_ssize_t tokens)
+{
+    bool fine = starts[0] == 0 && starts[count] == tokens;
+    for (Py_ssize_t b = 0; b < count && fine; b++)
+        fine = starts[b + 1] >= starts[b] && starts[b + 1] - starts[b] <= MOST_TOKENS;
+    return fine;
 }
 
 /* Gives back what a function without a result has held, and returns what this function returns. */

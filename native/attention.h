@@ -1,8 +1,8 @@
 /*
  * attention.h: the face between the arithmetic of attention and its fronts.
  *
- * A front knows where things lie: caches, pages, records, Python arguments. The arithmetic (attention_plain.c,
- * attention_kernel.h, attention_tiled.h) knows queries, blocks of keys and values, and softmax. Neither knows the other
+ * A front knows where things lie: caches, pages, records, Python arguments. The arithmetic (attention_kernel.h,
+ * attention_tiled.h) knows queries, blocks of keys and values, and softmax. Neither knows the other
  * but through this file. cache_attention.c and row_attention.c are fronts.
  *
  * WHAT A FRONT PROVIDES
@@ -148,7 +148,6 @@ typedef struct {
 typedef struct {
     const char *name;
     size_t most; /* queries of a task */
-    bool splits; /* whether the keys of a task may be divided */
     bool bfloats; /* whether queries must be bfloat16; another kernel takes others */
     /* Bytes of scratch for tasks of so many queries and keys at most; enough for `store` too. */
     size_t (*scratch)(const Attention *attention, size_t queries, size_t keys);
@@ -168,7 +167,7 @@ typedef struct {
     /* Bytes of what `prepare` makes, and making it: once for each head, before the tasks. */
     size_t (*measure)(const Attention *attention, const Distances *distances);
     void (*prepare)(const Attention *attention, const Distances *distances);
-    /* Sheets; NULL: there are none. They know no slopes or codes. */
+    /* Sheets. They know no slopes or codes. */
     size_t (*sheet_scratch)(const Attention *attention, size_t keys);
     void (*attend_sheet)(const Attention *attention, const Sheet *sheet, void *scratch);
     /* As `measure` and `prepare`, for sheets; NULL: they know no Distances. */
@@ -177,7 +176,7 @@ typedef struct {
 } Kernel;
 
 #pragma GCC visibility push(hidden)
-extern const Kernel attention_plain, attention_generic;
+extern const Kernel attention_generic;
 #if defined(__x86_64__)
 extern const Kernel attention_avx2, attention_avx512, attention_avx512bf16, attention_amx;
 #endif

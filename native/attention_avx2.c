@@ -18,7 +18,7 @@
 #include "attention_columns.h"
 #include "attention_sheet.h"
 
-const Kernel attention_avx2 = {"avx2", TILE, true, false, scratch_bytes, attend, store, bring, bring_heads,
+const Kernel attention_avx2 = {"avx2", TILE, false, scratch_bytes, attend, store, bring, bring_heads,
                                measure, prepare, sheet_scratch, attend_sheet, measure_sheet,
                                prepare_sheet};
 

@@ -12,10 +12,10 @@
 #include "attention_tiled.h"
 #include "attention_sheet_amx.h"
 
-const Kernel attention_avx512 = {"avx512", TILE, true, false, scratch_bytes, attend, store, bring, bring_heads,
+const Kernel attention_avx512 = {"avx512", TILE, false, scratch_bytes, attend, store, bring, bring_heads,
                                  measure, prepare, sheet_scratch, attend_sheet, measure_sheet,
                                  prepare_sheet};
-const Kernel attention_amx = {"amx", TILED_ROWS, true, false, scratch_bytes_tiled, attend_tiled, store, bring,
+const Kernel attention_amx = {"amx", TILED_ROWS, false, scratch_bytes_tiled, attend_tiled, store, bring,
                               bring_heads_amx, measure_tiled, prepare_tiled, sheet_scratch_amx, attend_sheet_amx,
                               NULL, NULL};
 

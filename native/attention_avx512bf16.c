@@ -10,7 +10,7 @@
 #include "attention_dot.h"
 #include "attention_tiled.h"
 
-const Kernel attention_avx512bf16 = {"avx512bf16", TILED_ROWS, true, true, scratch_bytes_tiled, attend_tiled, store, bring,
+const Kernel attention_avx512bf16 = {"avx512bf16", TILED_ROWS, true, scratch_bytes_tiled, attend_tiled, store, bring,
                                      bring_heads, measure_tiled, prepare_tiled, sheet_scratch, attend_sheet,
                                      measure_sheet, prepare_sheet};
 

@@ -10,6 +10,6 @@
 #include "attention_columns.h"
 #include "attention_sheet.h"
 
-const Kernel attention_generic = {"generic", TILE, true, false, scratch_bytes, attend, store, bring, bring_heads,
+const Kernel attention_generic = {"generic", TILE, false, scratch_bytes, attend, store, bring, bring_heads,
                                   measure, prepare, sheet_scratch, attend_sheet, measure_sheet,
                                   prepare_sheet};

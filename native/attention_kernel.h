@@ -100,19 +100,9 @@ INLINE void multiply_strip(enum reading reading, const float *a, size_t a_line, 
                            size_t rows, size_t columns, float *out, size_t line, const Ahead *ahead)
 {
     switch (rows) {
-#define CASE(n)                                                                                                        \
-    case n:                                                                                                            \
-        multiply_block(reading, a, a_line, b, at, count, n, columns, out, line, ahead);                                  \
-        break;
-        CASE(1)
-        CASE(2)
-        CASE(3)
-        CASE(4)
-#if ROWS > 4
-        CASE(5)
-        CASE(6)
-#endif
-#undef CASE
+#define CALL(n) multiply_block(reading, a, a_line, b, at, count, n, columns, out, line, ahead)
+        CASES(CALL)
+#undef CALL
     }
 }
 

@@ -1,6 +1,6 @@
 /*
  * attention_sets.h: which arithmetic a front uses: the instruction sets that were compiled, and choosing one of them.
- * Included once by each front, after Python.h, attention.h and team.h.
+ * Included once by each front, after Python.h, attention.h, module.h and team.h.
  */
 
 #ifndef ATTMEMO_ATTENTION_SETS_H
@@ -14,7 +14,6 @@ static const Kernel *const kernels[] = {
     &attention_avx2,
 #endif
     &attention_generic,
-    &attention_plain,
 };
 
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
@@ -31,17 +30,17 @@ static const Kernel *choose_kernel(const char *isa, int type)
     return NULL;
 }
 
-static const char *name_of(size_t kernel)
-{
-    return kernels[kernel]->name;
-}
-
 PyDoc_STRVAR(instruction_sets_doc,
              "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first.");
 
 static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    return list_sets(name_of, KERNELS);
+    const char *names[KERNELS];
+    size_t count = 0;
+    for (size_t i = 0; i < KERNELS; i++)
+        if (has_instructions(kernels[i]->name))
+            names[count++] = kernels[i]->name;
+    return list_of(names, count);
 }
 
 #endif

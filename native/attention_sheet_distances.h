@@ -91,18 +91,13 @@ INLINE void relate_some(bool twos, bool of_queries, const char *queries, ptrdiff
                         size_t key_line, const float *const *lanes, size_t line, size_t elements, size_t rows,
                         size_t columns, float *scores, size_t score_line)
 {
-#define CASE(n)                                                                                                        \
-    case n:                                                                                                            \
-        relate_block(twos, of_queries, queries, query_line, keys, key_line, lanes, line, elements, rows, n, scores,    \
-                     score_line);                                                                                      \
-        break;
     switch (columns) {
-        CASE(1)
-        CASE(2)
-        CASE(3)
-        CASE(4)
+#define CALL(n)                                                                                                        \
+    relate_block(twos, of_queries, queries, query_line, keys, key_line, lanes, line, elements, rows, n, scores,        \
+                 score_line)
+        CASES_4(CALL)
+#undef CALL
     }
-#undef CASE
 }
 
 /* All queries of a band, keys of up to four vectors, one kind of products. */

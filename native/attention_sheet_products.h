@@ -90,24 +90,11 @@ INLINE void sheet_strip(bool twos, const char *a, ptrdiff_t a_line, size_t rows,
         const char *left = a + (ptrdiff_t)first * a_line;
         float *to = out + first * line;
         switch (height) {
-#define CASE(n)                                                                                                        \
-    case n:                                                                                                            \
-        if (n <= sheet_rows(columns))                                                                                  \
-            sheet_block(twos, left, a_line, b, b_line, count, n, columns, to, line);                                   \
-        break;
-            CASE(1)
-            CASE(2)
-            CASE(3)
-            CASE(4)
-            CASE(5)
-            CASE(6)
-            CASE(7)
-            CASE(8)
-            CASE(9)
-            CASE(10)
-            CASE(11)
-            CASE(12)
-#undef CASE
+#define CALL(n)                                                                                                        \
+    if (n <= sheet_rows(columns))                                                                                      \
+    sheet_block(twos, left, a_line, b, b_line, count, n, columns, to, line)
+            CASES_12(CALL)
+#undef CALL
         }
     }
 }

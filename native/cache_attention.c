@@ -7,7 +7,8 @@
  * rows are read where they lie.
  *
  * THIS FILE is the front: arguments and their rules, pages, storing new tokens, what each query sees, tasks and
- * threads. The arithmetic stands behind attention.h; attention_plain.c says what is computed.
+ * threads. The arithmetic stands behind attention.h; attend_in_torch in attmemo/kernels/cache_attention.py says
+ * what is computed.
  *
  * THE SHAPE OF THE WORK.  The R query heads that share a key-value head are queries of one task, so that each key is
  * read once for all of them; a chunk of a prompt adds its tokens as further queries, up to a tile. Where a sequence has
@@ -38,7 +39,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "arrays.h"
 #include "attention.h"
+#include "module.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -141,7 +144,7 @@ static Cut cut(const Job *job, size_t sequence)
     cut.tiles = (cut.length * job->repeats + cut.tile - 1) / cut.tile;
     /* What a split finds is kept for each row: of many rows that would be more than their keys. */
     cut.share = SPLIT * ((cut.length * job->repeats + SPLIT / 8 - 1) / (SPLIT / 8));
-    cut.splits = cut.tiles == 1 && job->kernel->splits ? (cut.keys + cut.share - 1) / cut.share : 1;
+    cut.splits = cut.tiles == 1 ? (cut.keys + cut.share - 1) / cut.share : 1;
     return cut;
 }
 
@@ -290,16 +293,17 @@ static void attend_work(void *pointer)
 
 /* ---- Python ----------------------------------------------------------------------------------------------------- */
 
+enum { SEQSTARTS, KVSTARTS, CACHESTARTS, START_POS, INDICES, SLOPES = INDICES, BUFFERS };
+
 /* Buffers of int64: [B + 1], [B + 1], [B, pages] and [B], for one B. */
-static bool fit_each_other(const Py_buffer *seqstarts, const Py_buffer *kvstarts, const Py_buffer *cachestarts,
-                           const Py_buffer *start_pos, Py_ssize_t pages)
+static bool fit_each_other(const Py_buffer *at, Py_ssize_t pages)
 {
-    const Py_buffer *all[] = {seqstarts, kvstarts, cachestarts, start_pos};
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
-        if (all[i]->len % 8 != 0 || (uintptr_t)all[i]->buf % 8 != 0)
+    for (size_t i = 0; i < INDICES; i++)
+        if (at[i].len % 8 != 0 || (uintptr_t)at[i].buf % 8 != 0)
             return false;
-    return seqstarts->len >= 8 && seqstarts->len == kvstarts->len && start_pos->len == seqstarts->len - 8 &&
-           cachestarts->len / 8 == start_pos->len / 8 * pages;
+    return at[SEQSTARTS].len >= 8 && at[SEQSTARTS].len == at[KVSTARTS].len &&
+           at[START_POS].len == at[SEQSTARTS].len - 8 &&
+           at[CACHESTARTS].len / 8 == at[START_POS].len / 8 * pages;
 }
 
 /* What is wrong with what stands in the index arguments, or NULL: then no row outside the cache will be touched. */
@@ -447,7 +451,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
         Py_ssize_t plane, token, head;
     } t[TENSORS];
     unsigned long long output;
-    Py_buffer seqstarts, kvstarts, cachestarts, start_pos, slopes;
+    Py_buffer at[BUFFERS];
     Py_ssize_t tokens, rows, heads, kv_heads, width, group, pages, page_size, decoding, threads;
     int bits, causal;
     const char *isa;
@@ -459,8 +463,9 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                           &t[3].data, &t[3].type, &t[3].plane, &t[3].token, &t[3].head, /* cache */
                           &t[4].data, &t[4].type, &t[4].plane, &t[4].token, &t[4].head, /* scale */
                           &t[5].data, &t[5].type, &t[5].plane, &t[5].token, &t[5].head, /* mask */
-                          &output, &seqstarts, &kvstarts, &cachestarts, &start_pos, &tokens, &rows, &heads, &kv_heads,
-                          &width, &bits, &group, &pages, &page_size, &causal, &decoding, &threads, &slopes, &isa))
+                          &output, &at[SEQSTARTS], &at[KVSTARTS], &at[CACHESTARTS], &at[START_POS], &tokens, &rows,
+                          &heads, &kv_heads, &width, &bits, &group, &pages, &page_size, &causal, &decoding, &threads,
+                          &at[SLOPES], &isa))
         return NULL;
 
     const Kernel *kernel = choose_kernel(isa, t[0].type);
@@ -472,17 +477,17 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
         is_fine((bits == 0 || bits == 8 || bits == 4) && (bits == 0 || (group > 0 && width % group == 0)) &&
                     (bits != 4 || (width % 2 == 0 && group % 2 == 0)),
                 "there is no such quantisation") &&
-        is_fine(fit_each_other(&seqstarts, &kvstarts, &cachestarts, &start_pos, pages),
+        is_fine(fit_each_other(at, pages),
                 "the index arguments do not fit each other, or are not aligned") &&
-        is_fine(slopes.len == 0 ||
-                    ((size_t)slopes.len == (size_t)heads * sizeof(float) && (uintptr_t)slopes.buf % 4 == 0),
+        is_fine(at[SLOPES].len == 0 ||
+                    ((size_t)at[SLOPES].len == (size_t)heads * sizeof(float) && (uintptr_t)at[SLOPES].buf % 4 == 0),
                 "one slope for each head")) {
         Job job = {.output = (char *)(uintptr_t)output,
-                   .seqstarts = seqstarts.buf,
-                   .kvstarts = kvstarts.buf,
-                   .cachestarts = cachestarts.buf,
-                   .start_pos = start_pos.buf,
-                   .batch = (size_t)start_pos.len / 8,
+                   .seqstarts = at[SEQSTARTS].buf,
+                   .kvstarts = at[KVSTARTS].buf,
+                   .cachestarts = at[CACHESTARTS].buf,
+                   .start_pos = at[START_POS].buf,
+                   .batch = (size_t)at[START_POS].len / 8,
                    .pages = (size_t)pages,
                    .page_size = (size_t)page_size,
                    .rows = (size_t)rows,
@@ -491,7 +496,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                    .repeats = (size_t)(heads / kv_heads),
                    .causal = causal != 0,
                    .decoding = decoding > 0 ? (size_t)decoding : 0,
-                   .slopes = slopes.len ? slopes.buf : NULL,
+                   .slopes = at[SLOPES].len ? at[SLOPES].buf : NULL,
                    .kernel = kernel};
         Grid *grids[TENSORS] = {&job.query, &job.key, &job.value, &job.cache, &job.scale, &job.mask};
         done = true;
@@ -528,14 +533,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                 PyErr_NoMemory();
         }
     }
-    PyBuffer_Release(&seqstarts);
-    PyBuffer_Release(&kvstarts);
-    PyBuffer_Release(&cachestarts);
-    PyBuffer_Release(&start_pos);
-    PyBuffer_Release(&slopes);
-    if (!done)
-        return NULL;
-    Py_RETURN_NONE;
+    return finish(at, BUFFERS, done);
 }
 
 PyDoc_STRVAR(is_sound_doc,
@@ -546,19 +544,20 @@ PyDoc_STRVAR(is_sound_doc,
 
 static PyObject *native_is_sound(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    Py_buffer seqstarts, kvstarts, cachestarts, start_pos;
+    Py_buffer at[INDICES];
     Py_ssize_t tokens, rows, pages, page_size, decoding, max_seqlen, max_kvlen, columns;
-    if (!PyArg_ParseTuple(args, "(y*y*y*y*)(nnnnnnnn):is_sound", &seqstarts, &kvstarts, &cachestarts, &start_pos,
-                          &tokens, &rows, &pages, &page_size, &decoding, &max_seqlen, &max_kvlen, &columns))
+    if (!PyArg_ParseTuple(args, "(y*y*y*y*)(nnnnnnnn):is_sound", &at[SEQSTARTS], &at[KVSTARTS],
+                          &at[CACHESTARTS], &at[START_POS], &tokens, &rows, &pages, &page_size, &decoding, &max_seqlen,
+                          &max_kvlen, &columns))
         return NULL;
-    bool sound = fit_each_other(&seqstarts, &kvstarts, &cachestarts, &start_pos, pages) && pages >= 0 &&
-                 page_size > 0 && tokens >= 0 && rows >= 0 && decoding >= 0 && decoding <= start_pos.len / 8;
+    bool sound = fit_each_other(at, pages) && pages >= 0 &&
+                 page_size > 0 && tokens >= 0 && rows >= 0 && decoding >= 0 && decoding <= at[START_POS].len / 8;
     if (sound) {
-        Job job = {.seqstarts = seqstarts.buf,
-                   .kvstarts = kvstarts.buf,
-                   .cachestarts = cachestarts.buf,
-                   .start_pos = start_pos.buf,
-                   .batch = (size_t)start_pos.len / 8,
+        Job job = {.seqstarts = at[SEQSTARTS].buf,
+                   .kvstarts = at[KVSTARTS].buf,
+                   .cachestarts = at[CACHESTARTS].buf,
+                   .start_pos = at[START_POS].buf,
+                   .batch = (size_t)at[START_POS].len / 8,
                    .pages = (size_t)pages,
                    .page_size = (size_t)page_size,
                    .rows = (size_t)rows};
@@ -573,10 +572,7 @@ static PyObject *native_is_sound(PyObject *Py_UNUSED(module), PyObject *args)
         sound = writes && is_disjoint(&job, writes);
         PyMem_Free(writes);
     }
-    PyBuffer_Release(&seqstarts);
-    PyBuffer_Release(&kvstarts);
-    PyBuffer_Release(&cachestarts);
-    PyBuffer_Release(&start_pos);
+    release(at, INDICES);
     return PyBool_FromLong(sound);
 }
 
@@ -588,15 +584,4 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._cache_attention",
-    .m_doc = "Attention over a shared key-value cache. See native/cache_attention.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-};
-
-PyMODINIT_FUNC PyInit__cache_attention(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_cache_attention, "Attention over a shared key-value cache. See native/cache_attention.c.", NULL)

@@ -28,6 +28,7 @@
 
 #include "attention_face.h"
 #include "linear_face.h"
+#include "module.h"
 #include "numbers.h"
 
 enum { QKV, OUT, UP, DOWN, LAYERS };
@@ -141,11 +142,7 @@ static bool add_heads(Chain *chain, Link *link, PyObject *given)
                 width <= (Py_ssize_t)size && (size_t)queries * (size_t)width == size;
     if (fine && (link->kind >= 0 || link->heads.query.weight || link->heads.key.weight))
         fine = width <= MOST_WIDTH && link->kind < (Py_ssize_t)chain->count;
-    if (fine && link->heads.query.weight)
-        fine = link->heads.query.type == FLOAT32 && !link->heads.query.centred && !link->heads.query.bias;
-    if (fine && link->heads.key.weight)
-        fine = link->heads.key.type == FLOAT32 && !link->heads.key.centred && !link->heads.key.bias;
-    if (!fine) {
+    if (!fine || !fits_head(&link->heads.query) || !fits_head(&link->heads.key)) {
         PyErr_SetString(PyExc_ValueError, "heads do not fit the layers");
         return false;
     }
@@ -392,7 +389,7 @@ static int project_distinct(const Chain *chain, const Ways *ways, Product produc
         product.out = found.projected;
         product.rows = found.count;
         product.heads = NULL; /* equal rows stand at different positions */
-        done = linear->compute(chain->kernel, &product, NULL, ways->threads) ? 1 : -1;
+        done = linear->compute(chain->kernel, &product, 1, ways->threads) ? 1 : -1;
     }
     if (done > 0) {
         linear->share(spread_rows, &found, ways->threads);
@@ -470,7 +467,7 @@ static bool project(const Chain *chain, size_t block, const Ways *ways, bool apa
     Heads heads;
     Product product = projecting(chain, block, ways, apart, &heads);
     const int distinct = block == 0 && !apart ? project_distinct(chain, ways, product) : there;
-    if (distinct < 0 || (distinct == 0 && !linear->compute(chain->kernel, &product, NULL, ways->threads)))
+    if (distinct < 0 || (distinct == 0 && !linear->compute(chain->kernel, &product, 1, ways->threads)))
         return false;
     if (ways->copied) {
         Copying job = {.ways = ways,
@@ -503,7 +500,7 @@ static bool project_asked(const Chain *chain, size_t block, const Ways *ways)
     Product query = columns_of(of_hidden(chain, block, &own, asked->queries), chain->kernel->arithmetic, 0, size);
     query.rows = asked->count;
     query.heads = ends_heads(link) ? &heads : NULL;
-    return linear->compute(chain->kernel, &query, NULL, ways->threads);
+    return linear->compute(chain->kernel, &query, 1, ways->threads);
 }
 
 /* Whether the layers behind a block's attention are one call, with the next block's projection. Gated ones have twice the
@@ -538,26 +535,13 @@ static bool finish(const Chain *chain, size_t block, const Ways *ways, const Row
         layers[2].x = NULL;
         if (more)
             layers[3] = projecting(chain, block + 1, &next, apart, &heads);
-        return linear->compute_all(kernel, layers, more ? 4 : 3, ways->threads);
+        return linear->compute(kernel, layers, more ? 4 : 3, ways->threads);
     }
-    if (!linear->compute(kernel, &out, NULL, ways->threads))
+    if (!linear->compute(kernel, &out, 1, ways->threads))
         return false;
     if (!ways->middle)
-        return linear->compute(kernel, &up, &down, ways->threads);
-    return linear->compute(kernel, &up, NULL, ways->threads) && linear->compute(kernel, &down, NULL, ways->threads);
-}
-
-/* The norm before the first block. */
-static void begin(const Chain *chain, const Ways *ways)
-{
-    Product product = {.type = chain->links[0].layers[QKV].type,
-                       .out_type = chain->links[0].layers[QKV].type,
-                       .out = (char *)(uintptr_t)ways->hidden, /* is only read */
-                       .rows = ways->rows,
-                       .outputs = chain->links[0].layers[QKV].inputs,
-                       .next = chain->first,
-                       .ahead = ways->normed};
-    linear->end(chain->kernel, &product, ways->threads);
+        return linear->compute(kernel, (Product[]){up, down}, 2, ways->threads);
+    return linear->compute(kernel, &up, 1, ways->threads) && linear->compute(kernel, &down, 1, ways->threads);
 }
 
 /* False: there is no memory. */
@@ -566,7 +550,8 @@ static bool run_blocks(const Chain *chain, Ways ways, RowCall *const *calls, boo
     const size_t line = chain->links[0].layers[QKV].inputs * chain->item;
     bool there = false; /* Q, K and V */
     if (chain->first.weight)
-        begin(chain, &ways);
+        norm_first(linear, chain->kernel, &chain->first, &chain->links[0].layers[QKV], ways.rows, ways.hidden, ways.normed,
+                   ways.threads);
     for (size_t i = 0; i < chain->count; i++) {
         const RowCall *call = calls[shared ? 0 : i];
         const bool ends = ways.asked.call && i + 1 == chain->count;
@@ -807,16 +792,4 @@ static int native_exec(PyObject *Py_UNUSED(module))
 
 static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._chain",
-    .m_doc = "Blocks of an encoder, one behind the other, in one call. See native/chain.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-    .m_slots = native_slots,
-};
-
-PyMODINIT_FUNC PyInit__chain(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_chain, "Blocks of an encoder, one behind the other, in one call. See native/chain.c.", native_slots)

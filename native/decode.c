@@ -28,9 +28,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "arrays.h"
 #include "decode.h"
-#include "fine.h"
 #include "linear_face.h"
+#include "module.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -168,8 +169,7 @@ static const char *find_fault(const Decoder *decoder)
         const bool normed = link->heads.query.weight || link->heads.key.weight;
         if ((normed || decoder->turns) && decoder->width > MOST_WIDTH)
             return "heads are too wide to be normed or turned";
-        if (normed && (link->heads.query.type != FLOAT32 || link->heads.query.centred || link->heads.query.bias ||
-                       link->heads.key.type != FLOAT32 || link->heads.key.centred || link->heads.key.bias))
+        if (!fits_head(&link->heads.query) || !fits_head(&link->heads.key))
             return "heads are normed by their mean square, with weights in float32";
     }
     return NULL;
@@ -445,7 +445,7 @@ static bool pass(const Step *step, size_t layer, size_t number, const char *x, c
         heads.positions = step->positions;
         product.heads = &heads;
     }
-    return linear->compute(step->rows <= FEWEST ? decoder->few : decoder->kernel, &product, NULL, step->threads);
+    return linear->compute(step->rows <= FEWEST ? decoder->few : decoder->kernel, &product, 1, step->threads);
 }
 
 /* What a layer reads: rows, or the norm of them that another one has left. */
@@ -462,15 +462,8 @@ static bool run_layers(const Step *step)
     char *rows = step->hidden, *mixed = step->mixed, *other = step->other;
     const char *read = rows;
     if (decoder->first.weight) {
-        const Product *product = &decoder->links[0].layers[QKV];
-        const Product begin = {.type = product->type,
-                               .out_type = product->type,
-                               .out = rows,
-                               .rows = step->rows,
-                               .outputs = product->inputs,
-                               .next = decoder->first,
-                               .ahead = step->normed};
-        linear->end(decoder->kernel, &begin, step->threads);
+        norm_first(linear, decoder->kernel, &decoder->first, &decoder->links[0].layers[QKV], step->rows, rows,
+                   step->normed, step->threads);
         read = step->normed;
     }
     for (size_t i = 0; i < decoder->count; i++) {
@@ -651,25 +644,17 @@ static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
                 PyErr_NoMemory();
         }
     }
-    for (int i = 0; i < BUFFERS; i++)
-        PyBuffer_Release(&given[i]);
-    if (!done)
-        return NULL;
-    Py_RETURN_NONE;
+    return finish(given, BUFFERS, done);
 }
 
 static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < KERNELS; i++) {
-        if (!has_instructions(kernels[i]->name))
-            continue;
-        PyObject *name = PyUnicode_FromString(kernels[i]->name);
-        if (!name || PyList_Append(list, name) != 0)
-            Py_CLEAR(list);
-        Py_XDECREF(name);
-    }
-    return list;
+    const char *names[KERNELS];
+    size_t count = 0;
+    for (size_t i = 0; i < KERNELS; i++)
+        if (has_instructions(kernels[i]->name))
+            names[count++] = kernels[i]->name;
+    return list_of(names, count);
 }
 
 PyDoc_STRVAR(instruction_sets_doc, "instruction_sets($module, /)\n--\n\n"
@@ -691,16 +676,4 @@ static int native_exec(PyObject *module)
 
 static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._decode",
-    .m_doc = "All layers of a decoder for the next token, in one call. See native/decode.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-    .m_slots = native_slots,
-};
-
-PyMODINIT_FUNC PyInit__decode(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_decode, "All layers of a decoder for the next token, in one call. See native/decode.c.", native_slots)

@@ -15,6 +15,7 @@
 #include <stdlib.h>
 
 #include "arrays.h"
+#include "module.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -341,11 +342,8 @@ static PyObject *native_add(PyObject *Py_UNUSED(module), PyObject *args)
         }
         done = is_fine(fine && !job.wrong, "the batch is not the one that was read");
     }
-    release(views, held);
     release(&starts, holds);
-    if (!done)
-        return NULL;
-    Py_RETURN_NONE;
+    return finish(views, held, done);
 }
 
 PyDoc_STRVAR(spread_doc,
@@ -395,15 +393,4 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._embed",
-    .m_doc = "The embedded rows of a batch of token ids, without padding. See native/embed.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-};
-
-PyMODINIT_FUNC PyInit__embed(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_embed, "The embedded rows of a batch of token ids, without padding. See native/embed.c.", NULL)

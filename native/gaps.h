@@ -1,5 +1,12 @@
 /*
- * gaps.h: the gaps between an input and its record, as hashes. Part of changes.c and plan.c; changes.c says what they are.
+ * gaps.h: what changed between an input and its record, as hashes. Part of plan.c; attmemo/kernels/changes.py has the
+ * oracle.
+ *
+ * Between two pairs of tokens there may be a gap: tokens of the record that have no partner were replaced by those of the
+ * input that have none. A gap lies in a slot: behind the nearest word to the left that both share. For each gap the slot,
+ * what either has there, and what both have there are written.
+ *
+ * ROADS NOT TAKEN.  Numpy: about twenty operations on small arrays take 100 us, as long as the plan of ten lines.
  */
 
 #ifndef ATTMEMO_GAPS_H

@@ -22,8 +22,10 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "arrays.h"
 #include "linear.h"
 #include "linear_face.h"
+#include "module.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -230,7 +232,7 @@ static bool take_layer(Product *product, enum arithmetic arithmetic, Py_ssize_t 
     return is_fine(fits && (uintptr_t)parts[PANELS].buf % 4 == 0, "weights, scales, bias and sums do not fit the sizes");
 }
 
-static bool compute_all(const LinearKernel *kernel, const Product *layers, size_t count, size_t threads)
+static bool compute(const LinearKernel *kernel, const Product *layers, size_t count, size_t threads)
 {
     Job job = {.layered = count, .kernel = kernel};
     for (size_t i = 0; i < count; i++) {
@@ -245,17 +247,9 @@ static bool compute_all(const LinearKernel *kernel, const Product *layers, size_
     return layers->rows == 0 || run(&job, threads < MOST_THREADS ? threads : MOST_THREADS);
 }
 
-static bool compute(const LinearKernel *kernel, const Product *product, const Product *behind, size_t threads)
-{
-    Product layers[2] = {*product};
-    if (behind)
-        layers[1] = *behind;
-    return compute_all(kernel, layers, behind ? 2 : 1, threads);
-}
-
 /* Rows, threads and instructions of a call; then the work. False, with an error set, if it could not be done. */
-static bool begin(Product *product, Product *behind, enum arithmetic arithmetic, Py_ssize_t rows, int type,
-                  Py_ssize_t threads, const char *isa)
+static bool begin(Product *product, enum arithmetic arithmetic, Py_ssize_t rows, int type, Py_ssize_t threads,
+                  const char *isa)
 {
     const LinearKernel *kernel = choose_kernel(arithmetic, isa);
     if (!is_fine(kernel != NULL, "the processor has no such instructions") ||
@@ -263,13 +257,9 @@ static bool begin(Product *product, Product *behind, enum arithmetic arithmetic,
         return false;
     product->rows = (size_t)rows;
     product->type = product->out_type = (enum type)type;
-    if (behind) {
-        behind->rows = (size_t)rows;
-        behind->type = behind->out_type = (enum type)type;
-    }
     bool done;
     Py_BEGIN_ALLOW_THREADS
-    done = compute(kernel, product, behind, (size_t)threads);
+    done = compute(kernel, product, 1, (size_t)threads);
     Py_END_ALLOW_THREADS
     if (!done)
         PyErr_NoMemory();
@@ -309,15 +299,6 @@ static void end_all(const LinearKernel *kernel, const Product *product, size_t t
         share(end_some, &job, threads < tasks ? threads : tasks);
 }
 
-static PyObject *end(Py_buffer *parts, size_t count, bool done)
-{
-    for (size_t i = 0; i < count; i++)
-        PyBuffer_Release(&parts[i]);
-    if (!done)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
 PyDoc_STRVAR(multiply_doc,
              "multiply($module, x, add, out, sizes, weights, norm, flags, /)\n--\n\n"
              "x, add: (address, bytes from a row to the next); add: (0, 0) without a residual. out: address, rows without\n"
@@ -349,37 +330,8 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args)
     bool done = are_known(arithmetic, type) &&
                 take_layer(&product, arithmetic, inputs, outputs, activation, gated, parts) &&
                 take_norm(&product.norm, norm, bias, least, norm_type, centred) &&
-                begin(&product, NULL, arithmetic, rows, type, threads, isa);
-    return end(parts, PARTS, done);
-}
-
-PyDoc_STRVAR(feed_doc,
-             "feed($module, x, add, out, sizes, weights, behind, norm, flags, /)\n--\n\n"
-             "Two layers as in `multiply`, the second without an activation. sizes: (rows, inputs, outputs of the first,\n"
-             "outputs, type, activation of the first, whether that is gated).");
-
-static PyObject *native_feed(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    unsigned long long x, add, out, norm, bias;
-    double least;
-    Py_ssize_t line, add_line, rows, inputs, inner, outputs, threads;
-    int type, activation, gated, norm_type, centred, arithmetic;
-    Py_buffer parts[2 * PARTS];
-    const char *isa;
-    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnniip)(y*y*y*y*)(y*y*y*y*)(KKdip)(ins):feed", &x, &line, &add, &add_line,
-                          &out, &rows, &inputs, &inner, &outputs, &type, &activation, &gated, &parts[PANELS],
-                          &parts[SCALES], &parts[BIAS], &parts[SUMS], &parts[PARTS + PANELS], &parts[PARTS + SCALES],
-                          &parts[PARTS + BIAS], &parts[PARTS + SUMS], &norm, &bias, &least, &norm_type, &centred,
-                          &arithmetic, &threads, &isa))
-        return NULL;
-    Product product = {.x = (const char *)(uintptr_t)x, .line = (size_t)line};
-    Product behind = {.add = (const char *)(uintptr_t)add, .add_line = (size_t)add_line, .out = (char *)(uintptr_t)out};
-    bool done = are_known(arithmetic, type) &&
-                take_layer(&product, arithmetic, inputs, inner, activation, gated, parts) &&
-                take_layer(&behind, arithmetic, inner, outputs, NONE, 0, parts + PARTS) &&
-                take_norm(&behind.norm, norm, bias, least, norm_type, centred) &&
-                begin(&product, &behind, arithmetic, rows, type, threads, isa);
-    return end(parts, 2 * PARTS, done);
+                begin(&product, arithmetic, rows, type, threads, isa);
+    return finish(parts, PARTS, done);
 }
 
 PyDoc_STRVAR(instruction_sets_doc,
@@ -391,49 +343,29 @@ static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *
     long arithmetic = PyLong_AsLong(number);
     if (PyErr_Occurred() || !is_fine(arithmetic >= 0 && arithmetic < ARITHMETICS, "there is no such arithmetic"))
         return NULL;
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < KERNELS; i++) {
-        if ((long)kernels[i]->arithmetic != arithmetic || !is_there(kernels[i]->name))
-            continue;
-        PyObject *name = PyUnicode_FromString(kernels[i]->name);
-        if (!name || PyList_Append(list, name) != 0)
-            Py_CLEAR(list);
-        Py_XDECREF(name);
-    }
-    return list;
+    const char *names[KERNELS];
+    size_t count = 0;
+    for (size_t i = 0; i < KERNELS; i++)
+        if ((long)kernels[i]->arithmetic == arithmetic && is_there(kernels[i]->name))
+            names[count++] = kernels[i]->name;
+    return list_of(names, count);
 }
 
 static PyMethodDef native_methods[] = {
     {"multiply", native_multiply, METH_VARARGS, multiply_doc},
-    {"feed", native_feed, METH_VARARGS, feed_doc},
     {"use_team", native_use_team, METH_VARARGS, use_team_doc},
     {"instruction_sets", native_instruction_sets, METH_O, instruction_sets_doc},
     {NULL, NULL, 0, NULL},
 };
 
-static const LinearFace face = {choose_kernel, are_known,    take_layer,  take_norm, compute,
-                                pay_together,  compute_all, end_all,     share};
+static const LinearFace face = {choose_kernel, are_known,    take_layer,  take_norm,
+                                pay_together,  compute,   end_all,    share};
 
 static int native_exec(PyObject *module)
 {
-    PyObject *capsule = PyCapsule_New((void *)(uintptr_t)&face, LINEAR_FACE, NULL);
-    int added = PyModule_AddObjectRef(module, "face", capsule);
-    Py_XDECREF(capsule);
-    return added;
+    return offer_face(module, &face, LINEAR_FACE);
 }
 
 static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._linear",
-    .m_doc = "Linear layers in float32, in bfloat16 and in 8 bits. See native/linear.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-    .m_slots = native_slots,
-};
-
-PyMODINIT_FUNC PyInit__linear(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_linear, "Linear layers in float32, in bfloat16 and in 8 bits. See native/linear.c.", native_slots)

@@ -95,7 +95,7 @@ static inline bool has_end(const Product *product)
 
 /* Some rows as they are multiplied. */
 typedef struct {
-    const char *from; /* of rows that are read where they lie: the first one, bytes to the next one */
+    const char *from; /* the first row, where it lies or its codes, and bytes to the next one; not with a matrix unit */
     size_t line;
     float *wide; /* of CODES: room for one row of float32, a whole number of LINE */
     uint8_t *codes; /* [the kernel's chunk][code_line]: of CODES; of AMX's BFLOATS as tiles */

@@ -73,7 +73,7 @@ INLINE void sum_products(const char *first, size_t line, const char *weights, si
     }
 }
 
-#include "linear_in_place.h"
+#include "linear_panels.h"
 
 const LinearKernel linear16_avx512 = {"avx512bf16", BFLOATS, MANY, 1, 0, 0, take, multiply, end};
 

@@ -38,4 +38,4 @@ INLINE void sum_products(const char *from, size_t line, const char *weights, siz
     }
 }
 
-#include "linear_in_place.h"
+#include "linear_panels.h"

@@ -27,13 +27,11 @@ typedef struct {
     /* A norm that rows end with; false, with a ValueError, if there is no such norm. */
     bool (*take_norm)(Norm *norm, unsigned long long weight, unsigned long long bias, double least, int type,
                       int centred);
-    /* A layer, or two of them (behind: or NULL; out of the first and x of the second are NULL). Needs no GIL. False: there is no memory. */
-    bool (*compute)(const LinearKernel *kernel, const Product *product, const Product *behind, size_t threads);
-    /* Whether layers, `widest` the most inputs of one, are faster by `compute_all` than one after the other. */
+    /* Whether layers, `widest` the most inputs of one, are faster in one `compute` than one after the other. */
     bool (*pay_together)(const LinearKernel *kernel, size_t widest, size_t rows, size_t threads);
     /* MOST_LAYERS at most, each on what the one before gives; between two of them out and x may be NULL: no one else
      * wants it, and its rows have no end. Needs no GIL. False: there is no memory. */
-    bool (*compute_all)(const LinearKernel *kernel, const Product *layers, size_t count, size_t threads);
+    bool (*compute)(const LinearKernel *kernel, const Product *layers, size_t count, size_t threads);
     /* All rows of a result are ended. Needs no GIL. */
     void (*end)(const LinearKernel *kernel, const Product *product, size_t threads);
     /* work(job) on so many threads at once. */
@@ -60,6 +58,26 @@ static inline bool read_norm(const LinearFace *linear, PyObject *given, Norm *no
     int type, centred;
     return PyArg_ParseTuple(given, "KKdip:prepare", &weight, &bias, &least, &type, &centred) &&
            linear->take_norm(norm, weight, bias, least, type, centred);
+}
+
+/* Whether heads may be normed so: by the mean square, with weights in float32; or not at all. */
+static inline bool fits_head(const Norm *norm)
+{
+    return !norm->weight || (norm->type == FLOAT32 && !norm->centred && !norm->bias);
+}
+
+/* The norm in front of the first block, of rows without gaps; `layer` is the one that reads them. */
+static inline void norm_first(const LinearFace *linear, const LinearKernel *kernel, const Norm *norm, const Product *layer,
+                              size_t rows, const char *from, char *to, size_t threads)
+{
+    Product product = {.type = layer->type,
+                       .out_type = layer->type,
+                       .out = (char *)(uintptr_t)from, /* is only read */
+                       .rows = rows,
+                       .outputs = layer->inputs,
+                       .next = *norm,
+                       .ahead = to};
+    linear->end(kernel, &product, threads);
 }
 
 /* A layer, from (inputs, outputs, activation, gated, weights, norms). False, with an error set, if there is none such.

@@ -297,18 +297,3 @@ static inline int next_rows(size_t left)
     size_t groups = (left + ROWS - 1) / ROWS;
     return (int)((left + groups - 1) / groups);
 }
-
-/* Each number of rows has code of its own: sums stay in registers. */
-#define CASE(n, call)                                                                                                  \
-    case n:                                                                                                            \
-        call(n);                                                                                                       \
-        break;
-#define CASES_2(call) CASE(1, call) CASE(2, call)
-#define CASES_4(call) CASES_2(call) CASE(3, call) CASE(4, call)
-#define CASES_6(call) CASES_4(call) CASE(5, call) CASE(6, call)
-#define CASES_12(call)                                                                                                 \
-    CASES_6(call) CASE(7, call) CASE(8, call) CASE(9, call) CASE(10, call) CASE(11, call) CASE(12, call)
-#define CASES_14(call) CASES_12(call) CASE(13, call) CASE(14, call)
-#define CASES__(n, call) CASES_##n(call)
-#define CASES_(n, call) CASES__(n, call)
-#define CASES(call) CASES_(ROWS, call)

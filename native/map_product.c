@@ -41,6 +41,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "module.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -286,16 +287,12 @@ static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *
     int bfloat16 = 0;
     if (!PyArg_ParseTuple(args, "|p:instruction_sets", &bfloat16))
         return NULL;
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < SETS; i++) {
-        if (!has_instructions(sets[i].name) || (sets[i].bfloat16 && !bfloat16))
-            continue;
-        PyObject *name = PyUnicode_FromString(sets[i].name);
-        if (!name || PyList_Append(list, name) != 0)
-            Py_CLEAR(list);
-        Py_XDECREF(name);
-    }
-    return list;
+    const char *names[SETS];
+    size_t count = 0;
+    for (size_t i = 0; i < SETS; i++)
+        if (has_instructions(sets[i].name) && (bfloat16 || !sets[i].bfloat16))
+            names[count++] = sets[i].name;
+    return list_of(names, count);
 }
 
 static PyMethodDef native_methods[] = {
@@ -307,15 +304,4 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._map_product",
-    .m_doc = "Products with attention maps read where they lie. See native/map_product.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-};
-
-PyMODINIT_FUNC PyInit__map_product(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_map_product, "Products with attention maps read where they lie. See native/map_product.c.", NULL)

@@ -11,6 +11,7 @@
 #include <Python.h>
 
 #include "arrays.h"
+#include "module.h"
 
 /* Whether they are all dictionaries; an error is set if not. */
 static bool are_dicts(PyObject *dicts)
@@ -106,15 +107,4 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._members",
-    .m_doc = "Whether modules of torch hold what they held. See native/members.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-};
-
-PyMODINIT_FUNC PyInit__members(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_members, "Whether modules of torch hold what they held. See native/members.c.", NULL)

@@ -23,6 +23,7 @@
 #include <Python.h>
 
 #include "arrays.h"
+#include "module.h"
 
 /* What a score's bits are; `width` bytes of `infinity` are minus infinity. */
 typedef struct {
@@ -160,15 +161,4 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._ngram",
-    .m_doc = "No n-gram twice. See native/ngram.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-};
-
-PyMODINIT_FUNC PyInit__ngram(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_ngram, "No n-gram twice. See native/ngram.c.", NULL)

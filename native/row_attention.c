@@ -7,7 +7,7 @@
  * may gain a bias by distance (a table, a window, rotary keys turned by the distance they moved, DeBERTa's terms).
  *
  * THIS FILE is the front: arguments and their rules, where each key lies, tasks and threads. The arithmetic stands behind
- * attention.h; attention_plain.c says what is computed.
+ * attention.h; attend_plain in attmemo/kernels/row_attention.py says what is computed.
  *
  * THE SHAPE OF THE WORK.  A task is one head of one sequence, up to a tile of its queries. Rows of a record that are
  * numbers of the queries' type, and did not move, are read where they lie. Others (codes, other types, keys to be turned)
@@ -44,6 +44,7 @@
 
 #include "attention.h"
 #include "attention_face.h"
+#include "module.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -226,8 +227,7 @@ static bool is_sheet(const Job *job, size_t sequence)
     const bool tiles = job->kernel->most > TILE && fresh_of(job, sequence) == keys_of(job, sequence);
     if (job->attention.distant && (tiles || !job->kernel->prepare_sheet))
         return false;
-    return job->kernel->attend_sheet && job->shares == 1 && !job->causal && !job->sinks &&
-           keys_of(job, sequence) <= SHEET;
+    return job->shares == 1 && !job->causal && !job->sinks && keys_of(job, sequence) <= SHEET;
 }
 
 /* Whether rows of records must become numbers, so that a sheet has to hold them. */
@@ -780,10 +780,7 @@ static const AttentionFace face = {read_call, run_call, release};
 
 static int native_exec(PyObject *module)
 {
-    PyObject *capsule = PyCapsule_New((void *)(uintptr_t)&face, ATTENTION_FACE, NULL);
-    int added = PyModule_AddObjectRef(module, "face", capsule);
-    Py_XDECREF(capsule);
-    return added;
+    return offer_face(module, &face, ATTENTION_FACE);
 }
 
 static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
@@ -795,16 +792,5 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._row_attention",
-    .m_doc = "Attention of packed sequences over rows read where they lie. See native/row_attention.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-    .m_slots = native_slots,
-};
-
-PyMODINIT_FUNC PyInit__row_attention(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_row_attention, "Attention of packed sequences over rows read where they lie. See native/row_attention.c.",
+              native_slots)

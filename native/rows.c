@@ -12,6 +12,7 @@
 #include <stdlib.h>
 
 #include "arrays.h"
+#include "module.h"
 #include "numbers.h"
 #include "rows.h"
 #include "team.h"
@@ -161,17 +162,17 @@ static PyObject *native_supply(PyObject *Py_UNUSED(module), PyObject *args)
     return finish(views, held, done);
 }
 
-static const char *name_of(size_t kernel)
-{
-    return kernels[kernel]->name;
-}
-
 PyDoc_STRVAR(instruction_sets_doc,
              "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first.");
 
 static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    return list_sets(name_of, KERNELS);
+    const char *names[KERNELS];
+    size_t count = 0;
+    for (size_t i = 0; i < KERNELS; i++)
+        if (has_instructions(kernels[i]->name))
+            names[count++] = kernels[i]->name;
+    return list_of(names, count);
 }
 
 static PyMethodDef native_methods[] = {
@@ -181,15 +182,4 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef native_module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._rows",
-    .m_doc = "Rows of records, put where a batch wants them. See native/rows.c.",
-    .m_size = 0,
-    .m_methods = native_methods,
-};
-
-PyMODINIT_FUNC PyInit__rows(void)
-{
-    return PyModuleDef_Init(&native_module);
-}
+NATIVE_MODULE(_rows, "Rows of records, put where a batch wants them. See native/rows.c.", NULL)

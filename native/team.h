@@ -71,7 +71,7 @@ static bool has_instructions(const char *name)
     if (strcmp(name, "avx2") == 0)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
-    return strcmp(name, "generic") == 0 || strcmp(name, "plain") == 0;
+    return strcmp(name, "generic") == 0;
 }
 
 typedef void (*Team)(void (*)(void *), void *, unsigned, unsigned);
@@ -103,21 +103,6 @@ static PyObject *native_use_team(PyObject *Py_UNUSED(module), PyObject *args)
     if (found)
         team = found; /* the library is never closed: the pointer stays good */
     return PyBool_FromLong(found != NULL);
-}
-
-/* Those of `count` names that this processor has instructions for, as a list. */
-static inline PyObject *list_sets(const char *(*name_of)(size_t), size_t count)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < count; i++) {
-        if (!has_instructions(name_of(i)))
-            continue;
-        PyObject *name = PyUnicode_FromString(name_of(i));
-        if (!name || PyList_Append(list, name) != 0)
-            Py_CLEAR(list);
-        Py_XDECREF(name);
-    }
-    return list;
 }
 
 #endif

@@ -157,6 +157,21 @@ static inline vector exponential(vector x)
     return pick(gone, SPLAT(0), p * (vector)power);
 }
 
+/* Each number of rows, up to ROWS, has code of its own: sums stay in registers. */
+#define CASE(n, call)                                                                                                  \
+    case n:                                                                                                            \
+        call(n);                                                                                                       \
+        break;
+#define CASES_2(call) CASE(1, call) CASE(2, call)
+#define CASES_4(call) CASES_2(call) CASE(3, call) CASE(4, call)
+#define CASES_6(call) CASES_4(call) CASE(5, call) CASE(6, call)
+#define CASES_12(call)                                                                                                 \
+    CASES_6(call) CASE(7, call) CASE(8, call) CASE(9, call) CASE(10, call) CASE(11, call) CASE(12, call)
+#define CASES_14(call) CASES_12(call) CASE(13, call) CASE(14, call)
+#define CASES__(n, call) CASES_##n(call)
+#define CASES_(n, call) CASES__(n, call)
+#define CASES(call) CASES_(ROWS, call)
+
 /* ---- numbers of all types to float32 ---------------------------------------------------------------------------- */
 
 static inline vector round_bfloat16(vector v)

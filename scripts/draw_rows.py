@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attmemo.kernels.align import Rule, align
+from attmemo.kernels.align import Rule, aligned
 
 RECORD = "Failed password for root from 10.0.0.7 port 4222 ssh2"
 INPUT = "Failed password for admin from 10.0.0.9 port 4222 ssh2"
@@ -54,9 +54,7 @@ def label(y: float, *lines: str) -> str:
 def draw(record: str, text: str) -> str:
     """The picture, as SVG."""
     (old, new), (old_ids, new_ids) = tokens_of([record, text])
-    ends = np.array([0, len(new_ids)]), np.array([0, len(old_ids)])
-    found = align(new_ids, ends[0], np.array([[0]]), old_ids, ends[1], Rule())
-    source = found.source.tolist()
+    source = aligned(new_ids.tolist(), old_ids.tolist(), Rule())
     kinds = ["taken" if row >= 0 else "new" if row == -1 else "near" for row in source]
     partners = [row if row >= 0 else -2 - row if row < -1 else None for row in source]
 
@@ -89,7 +87,7 @@ def draw(record: str, text: str) -> str:
         y = top + 84 + 24 * i
         parts.append(f'<rect x="{LEFT}" y="{y}" width="18" height="16" rx="3" fill="{FILLS[kind]}"/>')
         parts.append(f'<text x="{LEFT + 26}" y="{y + 13}" font-size="13">{words}: {kinds.count(kind)}</text>')
-    title = f"{found.computed[0]} of {len(new)} rows are computed"
+    title = f"{len(new) - kinds.count('taken')} of {len(new)} rows are computed"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'font-family="DejaVu Sans, Verdana, Arial, sans-serif" fill="#1d2329"><title>{title}</title>\n'

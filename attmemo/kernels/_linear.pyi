@@ -18,16 +18,5 @@ def multiply(
     flags: tuple[int, int, str],
     /,
 ) -> None: ...
-def feed(
-    x: tuple[int, int],
-    add: tuple[int, int],
-    out: int,
-    sizes: tuple[int, int, int, int, int, int, bool],
-    weights: Weights,
-    behind: Weights,
-    norm: Norm,
-    flags: tuple[int, int, str],
-    /,
-) -> None: ...
 def use_team(path: str, /) -> bool: ...
 def instruction_sets(arithmetic: int, /) -> list[str]: ...

@@ -2,7 +2,7 @@ from typing import Any
 
 def plan(
     arrays: tuple[Any, ...],
-    rule: tuple[int, int, int, bool, bool, int],
+    rule: tuple[int, int, int, bool, bool],
     demand: tuple[float, float, float, int, int, int, int, bool],
     /,
 ) -> int: ...

@@ -1,8 +1,8 @@
-"""Which rows of a stored record serve a new input: `native/align.c` and its oracle in plain Python.
+"""Which rows of a stored record serve a new input, and which records are near: rules, and oracles of C kernels.
 
 Tokens of an input and of a record are paired by their longest common subsequence. A token with a partner takes the
-rows of its partner, the others are computed. `align`, `sketch` and `nearest` are the C kernels; `align_in_python`,
-`sketch_in_numpy` and `nearest_in_numpy` give the very same numbers.
+rows of its partner, the others are computed: `aligned` is the oracle of `native/pairing.h`. `sketch` and `nearest` are
+C kernels (`native/sketch.c`); `sketch_in_numpy` and `nearest_in_numpy` give the very same numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.errors import ArgumentError
-from attmemo.kernels import _align
+from attmemo.kernels import _sketch
 from attmemo.kernels.kinds import NO_KINDS, Kinds, is_word
 
 Tokens = npt.NDArray[np.int32]
@@ -48,7 +48,7 @@ class Rule:
     ends : bool
         The first and the last token.
     before_long : bool
-        One more in front of `LONG` and more tokens without a partner. Not known to `align`: see `with_long`.
+        One more in front of `LONG` and more tokens without a partner. Not known to the kernel: see `with_long`.
     """
 
     near: int = 1
@@ -110,98 +110,18 @@ class Alignment:
     computed: Ints
 
 
-def align(
-    tokens: Tokens,
-    starts: Ints,
-    candidates: Ints,
-    record_tokens: Tokens,
-    record_starts: Ints,
-    rule: Rule,
-    longest: int = LONGEST,
-    kinds: Kinds = NO_KINDS,
-) -> Alignment:
-    """Align each input with its candidates and keep the best.
+def aligned(own: list[int], record: list[int], rule: Rule, kinds: Kinds = NO_KINDS) -> list[int]:
+    """For each token of an input the row of a record that supplies it, as `Alignment.source` has it: slow and plain.
 
-    Parameters
-    ----------
-    tokens : int32 [n]
-        Token ids of B inputs, one behind the other.
-    starts : int64 [B + 1]
-        Where each input starts, and n.
-    candidates : int64 [B, k]
-        Numbers of records to try, -1: none.
-    record_tokens : int32 [t]
-        Token ids of the records.
-    record_starts : int64 [R + 1]
-        Record r is ``record_tokens[record_starts[r] : record_starts[r + 1]]``. Only those of candidates are read.
-    rule : Rule
-        Which rows are computed.
-    longest : int
-        An input or a record with more tokens shares only its prefix and its suffix; at most `LONGEST`.
-    kinds : uint8 [V]
-        `NUMBER` or `WORD` for each token id; ids from V on are words.
-
-    Returns
-    -------
-    Alignment
-        The pairs are a longest common subsequence; `native/align.c` says which.
-
-    Raises
-    ------
-    ValueError
-        Arrays of other types or shapes, starts that do not rise to n, a candidate that is no record.
+    The pairs are a longest common subsequence; `native/pairing.h` says which.
     """
-    batch = len(candidates)
-    result = Alignment(np.empty(batch, np.int64), np.empty(len(tokens), np.int32), np.empty(batch, np.int64))
-    moved = -1 if rule.most_moved is None else rule.most_moved
-    _align.align(
-        tokens,
-        starts,
-        candidates,
-        record_tokens,
-        record_starts,
-        kinds,
-        result.record,
-        result.source,
-        result.computed,
-        rule.near,
-        rule.near_where(words=False),
-        moved,
-        rule.edges,
-        rule.ends,
-        longest,
-    )
-    return result
+    partner = pairs(own, record, rule.most_moved)
+    left = [token for token, place in zip(own, partner, strict=True) if place < 0]
+    left += [token for place, token in enumerate(record) if place not in partner]
+    return _ruled(partner, rule, rule.near_where(any(is_word(kinds, token) for token in left)))
 
 
-def align_in_python(
-    tokens: Tokens,
-    starts: Ints,
-    candidates: Ints,
-    record_tokens: Tokens,
-    record_starts: Ints,
-    rule: Rule,
-    longest: int = LONGEST,
-    kinds: Kinds = NO_KINDS,
-) -> Alignment:
-    """What `align` returns, from a table of all lengths: slow and plain."""
-    best = Alignment(np.full(len(starts) - 1, -1), np.full(len(tokens), -1, np.int32), np.diff(starts))
-    for b, (start, stop) in enumerate(pairwise(starts)):
-        for number in candidates[b]:
-            if number < 0:
-                continue
-            record = record_tokens[record_starts[number] : record_starts[number + 1]].tolist()
-            partner = pairs(tokens[start:stop].tolist(), record, rule.most_moved, longest)
-            left = [own for own, place in zip(tokens[start:stop].tolist(), partner, strict=True) if place < 0]
-            left += [token for place, token in enumerate(record) if place not in partner]
-            source = _ruled(partner, rule, rule.near_where(any(is_word(kinds, token) for token in left)))
-            computed = sum(row < 0 for row in source)
-            if best.record[b] < 0 or computed < best.computed[b]:
-                best.record[b], best.computed[b], best.source[start:stop] = number, computed, source
-    return best
-
-
-def pairs(own: list[int], record: list[int], most_moved: int | None = None, longest: int = LONGEST) -> list[int]:
+def pairs(own: list[int], record: list[int], most_moved: int | None = None) -> list[int]:
     """For each token of `own` the position of its partner in `record`, or -1."""
 
     def equal(i: int, j: int) -> bool:
@@ -214,7 +134,7 @@ def pairs(own: list[int], record: list[int], most_moved: int | None = None, long
     while suffix < min(n, m) - prefix and equal(m - 1 - suffix, n - 1 - suffix):
         suffix += 1
     partner = [*range(prefix), *[-1] * (n - suffix - prefix), *range(m - suffix, m)]
-    if max(n, m) <= longest:
+    if max(n, m) <= LONGEST:
         present = set(own)
         rows = [i for i in range(prefix, m - suffix) if record[i] in present]
         _pair_middle(partner, rows, range(prefix, n - suffix), equal)
@@ -285,11 +205,12 @@ def sketch(tokens: Tokens, starts: Ints, dimensions: int) -> npt.NDArray[np.floa
     """Sums of random signs as vectors of length 1, or 0 if there is nothing to add: float32 ``[B, dimensions]``.
 
     For each token of a sequence its signs are added, for each pair of neighbours two times its signs. Signs are bits
-    of a hash: they need no table and are the same on every machine. `tokens` and `starts` are those of `align`,
-    `dimensions` is a multiple of 64, at most 1024. ValueError: other arrays or dimensions.
+    of a hash: they need no table and are the same on every machine. `tokens` int32 ``[n]`` are those of all sequences,
+    `starts` int64 ``[B + 1]`` where each begins, and n; `dimensions` is a multiple of 64, at most 1024. ValueError:
+    other arrays or dimensions.
     """
     vectors = np.empty((len(starts) - 1, dimensions), np.float32)
-    _align.sketch(tokens, starts, vectors)
+    _sketch.sketch(tokens, starts, vectors)
     return vectors
 
 
@@ -301,7 +222,7 @@ def nearest(scores: npt.NDArray[np.float32], k: int) -> Ints:
     if k < 1:
         raise ValueError(f"k must be at least 1; seen {k}")
     columns = np.empty((len(scores), k), np.int64)
-    _align.nearest(scores, columns)
+    _sketch.nearest(scores, columns)
     return columns
 
 

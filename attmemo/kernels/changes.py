@@ -1,4 +1,4 @@
-"""What changed between an input and its record: `native/changes.c` and its oracle in plain Python.
+"""What changed between an input and its record, in plain Python: the oracle of `native/gaps.h`.
 
 Tokens of an input and of its record are paired (`attmemo.kernels.align`). Where tokens of either have no partner,
 there is a gap: tokens of the record were replaced, removed or put in. A gap lies in a *slot*: behind the nearest
@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from attmemo.kernels import _changes
 from attmemo.kernels.kinds import IDS, Kinds, is_word
 
 Tokens = npt.NDArray[np.int32]
@@ -100,32 +99,7 @@ def changes(
         For each token its partner's place in the record, rising in each sequence; -1: none.
     kinds : uint8 [V]
         `NUMBER` or `WORD` for each token id; ids from V on are words.
-
-    Raises
-    ------
-    ValueError
-        Arrays of other types or shapes, a record or a partner that does not exist.
     """
-    most = len(tokens) + len(rows)
-    slot, value, former, change = np.empty((4, most), np.uint64)
-    found = Changes(np.empty(most, np.int64), slot, value, former, change, np.empty(most, np.uint8))
-    count = _changes.changes(
-        tokens, starts, rows, record_tokens, record_starts, partner, kinds,
-        found.sequence, slot, value, former, change, found.word,
-    )  # fmt: skip
-    return found.first(count)
-
-
-def changes_in_python(
-    tokens: Tokens,
-    starts: Ints,
-    rows: Ints,
-    record_tokens: Tokens,
-    record_starts: Ints,
-    partner: Tokens,
-    kinds: Kinds,
-) -> Changes:
-    """What `changes` returns."""
     gaps: list[tuple[int, int, int, int, int, int]] = []
     for b, (start, stop) in enumerate(pairwise(starts.tolist())):
         if rows[b] < 0:

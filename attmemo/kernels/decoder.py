@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from attmemo.kernels import _decode as native
-from attmemo.kernels.norms import Norm
+from attmemo.kernels.encoder_stack import turns_of
+from attmemo.kernels.norms import KeptNorms, Norm
 from attmemo.kernels.omp_team import join_torch
-from attmemo.kernels.packed_weights import LINE, NO_NORM, Panels
+from attmemo.kernels.packed_weights import LINE, Panels
 
 PART: Final = 16  # numbers: heads are filled up to a whole number of them
 _NO_ADDRESSES: Final = np.zeros(0, np.uint64)
@@ -209,37 +210,24 @@ class DecoderStack:
         self.dtype, self.width, self.heads, self.key_heads = first.dtype, width, heads, key_heads
         self.layers, self.hidden, self.turned, self.last = len(blocks), first.inputs, turned, last
         self._middle = max(block.up.outputs for block in blocks)
-        self._norms: list[Tensor] = []
+        self._norms = norms = KeptNorms()
         self._blocks = tuple(blocks)
         nexts = [*(block.before for block in blocks[1:]), last]
         self._native = native.prepare(
-            self._copied(blocks[0].before),
+            norms.native(blocks[0].before, first.inputs),
             tuple(
                 (
-                    self._copied(block.query), self._copied(block.key), turned, self._layer(block.qkv),
-                    self._layer(block.out, block.behind, block.before_cross or block.before_feed),
-                    None if block.cross_q is None else self._layer(block.cross_q),
+                    norms.native(block.query, width), norms.native(block.key, width), turned, block.qkv.native(norms),
+                    block.out.native(norms, None, block.behind, block.before_cross or block.before_feed),
+                    None if block.cross_q is None else block.cross_q.native(norms),
                     None if block.cross_out is None
-                    else self._layer(block.cross_out, block.behind_cross, block.before_feed),
-                    self._layer(block.up), self._layer(block.down, block.behind_feed, following),
+                    else block.cross_out.native(norms, None, block.behind_cross, block.before_feed),
+                    block.up.native(norms), block.down.native(norms, None, block.behind_feed, following),
                 )
                 for block, following in zip(blocks, nexts, strict=True)
             ),
             (heads, key_heads, width, scale), (first.arithmetic, first.kind[0], isa, attention),
         )  # fmt: skip
-
-    def _layer(self, layer: Panels, behind: Norm | None = None, following: Norm | None = None) -> Any:
-        norms = (NO_NORM, self._copied(behind), self._copied(following))
-        return layer.inputs, layer.outputs, layer.kind[1], layer.gated, layer.weights, norms
-
-    def _copied(self, norm: Norm | None) -> tuple[int, int, float, int, bool]:
-        """A norm as native code has it, of a copy in float32 that stays where it is."""
-        if norm is None:
-            return NO_NORM
-        parts = [None if part is None else part.detach().clone().float() for part in (norm.weight, norm.bias)]
-        self._norms += [part for part in parts if part is not None]
-        weight, bias = (0 if part is None else part.data_ptr() for part in parts)
-        return weight, bias, norm.eps, 0, norm.centred
 
     @property
     def panels(self) -> list[Panels]:
@@ -356,7 +344,7 @@ class DecoderStack:
         places: Any = tuple(accumulate(taken[:-1], initial=begin))
         native.run(
             self._native, rows, own,
-            (_NO_POSITIONS, 0, 0, 0, 0) if positions is None or angles is None else _turns(positions, angles),
+            (_NO_POSITIONS, 0, 0, 0, 0) if positions is None or angles is None else (positions, *turns_of(*angles)),
             (0, 0) if bias is None else (bias.data_ptr(), bias.shape[1]), shared, (hidden.data_ptr(), *places),
             torch.get_num_threads() if threads is None else threads,
         )  # fmt: skip
@@ -378,13 +366,3 @@ def attend_in_torch(
     scores = torch.einsum("hd,nhd->hn", wide * scale, all_keys.repeat_interleave(group, 1))
     weights = (scores if bias is None else scores + bias).softmax(-1)
     return torch.einsum("hn,nhd->hd", weights, all_values.repeat_interleave(group, 1)).to(query.dtype)
-
-
-def _turns(
-    positions: npt.NDArray[np.int32], angles: tuple[Tensor, Tensor]
-) -> tuple[npt.NDArray[np.int32], int, int, int, int]:
-    for part in angles:
-        if part.dtype != torch.float32 or not part.is_contiguous() or part.shape != angles[0].shape:
-            raise ValueError(f"angles are float32 of one shape, without gaps, not {part.dtype} {tuple(part.shape)}")
-    cosine, sine = angles
-    return positions, cosine.data_ptr(), sine.data_ptr(), cosine.shape[1], cosine.shape[0]

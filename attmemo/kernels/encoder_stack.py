@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from attmemo.kernels import _chain as native
-from attmemo.kernels.norms import Norm
-from attmemo.kernels.packed_weights import LINE, NO_NORM, PANEL, Panels
+from attmemo.kernels.norms import KeptNorms, Norm
+from attmemo.kernels.packed_weights import LINE, PANEL, Panels
 from attmemo.kernels.row_attention import (
     NOT_DISTANT,
     NOT_STORED,
@@ -117,43 +117,26 @@ class Chain:
         key_heads = heads if key_heads is None else key_heads
         self._size, self._key_size = heads * width, key_heads * width
         self._kinds = list(dict.fromkeys(link.kind for link in links if link.kind is not None))
-        self._norms: list[Tensor] = []
+        self._norms = norms = KeptNorms()
         self._are_alike = not self._kinds and len({link.window for link in links}) == 1
         nexts = [*(link.before for link in links[1:]), None]
         self._native = native.prepare(
-            self._copied(links[0].before, first.inputs),
+            norms.native(links[0].before, first.inputs),
             tuple(
                 (
                     (
-                        heads, key_heads, width, self._copied(link.query, width), self._copied(link.key, width),
+                        heads, key_heads, width, norms.native(link.query, width), norms.native(link.key, width),
                         -1 if link.kind is None else self._kinds.index(link.kind),
                     ),
-                    self._layer(link.qkv),
-                    self._layer(link.out, link.inner, link.behind, link.before_feed),
-                    self._layer(link.up),
-                    self._layer(link.down, link.inner_feed, link.behind_feed, following),
+                    link.qkv.native(norms),
+                    link.out.native(norms, link.inner, link.behind, link.before_feed),
+                    link.up.native(norms),
+                    link.down.native(norms, link.inner_feed, link.behind_feed, following),
                 )
                 for link, following in zip(links, nexts, strict=True)
             ),
             (first.arithmetic, first.kind[0], isa),
         )  # fmt: skip
-
-    def _layer(
-        self, layer: Panels, inner: Norm | None = None, behind: Norm | None = None, following: Norm | None = None
-    ) -> Any:
-        norms = tuple([self._copied(norm, layer.outputs) for norm in (inner, behind, following)])
-        return layer.inputs, layer.outputs, layer.kind[1], layer.gated, layer.weights, norms
-
-    def _copied(self, norm: Norm | None, width: int) -> tuple[int, int, float, int, bool]:
-        """A norm of rows of this width as native code has it, of a copy in float32 that stays where it is."""
-        if norm is None:
-            return NO_NORM
-        if len(norm.weight) != width:
-            raise ValueError(f"a norm of {len(norm.weight)} numbers does not fit rows of {width}")
-        parts = [None if part is None else part.detach().clone().float() for part in (norm.weight, norm.bias)]
-        self._norms += [part for part in parts if part is not None]
-        weight, bias = (0 if part is None else part.data_ptr() for part in parts)
-        return weight, bias, norm.eps, 0, norm.centred
 
     def __call__(
         self, hidden: Tensor, layout: Layout, *, scale: float,
@@ -253,7 +236,7 @@ class Chain:
         ways: Any = tuple([0 if t is None else t.data_ptr() for t in (context, mixed, middle, after, normed)])
         native.run(
             self._native, (hidden.data_ptr(), hidden.stride(0) * hidden.itemsize, rows), part.data_ptr(),
-            (positions, tuple([_turns(*pair) for pair in turns])), tuple([call.arguments for call in calls]), ending,
+            (positions, tuple([turns_of(*pair) for pair in turns])), tuple([call.arguments for call in calls]), ending,
             copies, ways, threads,
         )  # fmt: skip
         return after[:some]
@@ -306,7 +289,7 @@ def positions_of(layout: Layout) -> npt.NDArray[np.int32]:
     return found
 
 
-def _turns(cosine: Tensor, sine: Tensor) -> tuple[int, int, int, int]:
+def turns_of(cosine: Tensor, sine: Tensor) -> tuple[int, int, int, int]:
     """Angles as native code has them."""
     if cosine.dtype != torch.float32 or not cosine.is_contiguous() or cosine.shape != sine.shape:
         raise ValueError(f"angles are float32 of one shape, without gaps, not {cosine.dtype} {tuple(cosine.shape)}")

@@ -33,7 +33,6 @@ panel ahead (with 32 rows 6.3 in place of 4.8 ms for 170 MiB of weights).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -41,8 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attmemo.kernels.linear import agrees, sample, stacked
-from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Panels, Weights, columns_of
+from attmemo.kernels.packed_weights import LINE, PANEL, ExactPanels, Weights, columns_of
 
 _EMPTY = np.zeros(0, np.float32)
 _MUCH = 8 << 20  # bytes between two layers: fewer stay in a cache anyway, and larger chunks of rows want fewer weights
@@ -52,38 +50,16 @@ _WIDE = 1536  # inputs: of wider layers, too few rows of a chunk fit into the se
 _SIDE = 16  # columns of a tile, and pairs of its inputs
 
 
-class Linear16(Panels):
+class Linear16(ExactPanels):
     """``activation(x @ weight.T + bias)`` in bfloat16, summed in float32. See `Panels`."""
 
     arithmetic: ClassVar[int] = 2
+    taken = torch.bfloat16
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> Weights:
         bias = columns_of(weight.new_zeros(len(weight)) if bias is None else bias, self.gated).float()
         tiles = _in_tiles(columns_of(weight, self.gated)).view(torch.int16)
         return tiles.numpy(), _EMPTY, bias.numpy(), _EMPTY
-
-    @classmethod
-    def _check(cls, weight: Tensor) -> None:
-        if weight.dtype != torch.bfloat16 or weight.shape[1] > MOST_INPUTS:
-            raise ValueError(f"weights are bfloat16 with at most {MOST_INPUTS} inputs, not {weight.dtype}")
-
-    @classmethod
-    def where_it_pays(
-        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none",
-        gated: bool = False,
-    ) -> Linear16 | None:  # fmt: skip
-        """The layer, if the tensors are bfloat16 and the processor has instructions that the kernel was made for.
-
-        It is compared with torch on a few rows; None also if it differs.
-        """
-        if not cls.instruction_sets():
-            return None
-        if weights[0].dtype != torch.bfloat16 or weights[0].shape[1] > MOST_INPUTS:
-            return None
-        layer = cls.of(weights, biases, activation, gated)
-        with torch.no_grad():
-            x = sample(layer.inputs, layer.dtype)
-            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None, gated) else None
 
     def are_two_calls(self, rows: int, threads: int) -> bool:
         if self.gated:

@@ -17,48 +17,24 @@ multiplied; tasks of 96 or 192 rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo.kernels.linear import agrees, sample, stacked
-from attmemo.kernels.packed_weights import MOST_INPUTS, PANEL, Panels, Weights, columns_of
+from attmemo.kernels.packed_weights import PANEL, ExactPanels, Weights, columns_of
 
 _EMPTY = np.zeros(0, np.float32)
 
 
-class Linear32(Panels):
+class Linear32(ExactPanels):
     """``activation(x @ weight.T + bias)`` in float32. See `Panels`."""
 
     arithmetic: ClassVar[int] = 0
+    taken = torch.float32
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> Weights:
         panels = columns_of(weight, self.gated).view(-1, PANEL, self.inputs).transpose(1, 2)
         bias = columns_of(weight.new_zeros(len(weight)) if bias is None else bias, self.gated)
         return panels.contiguous().numpy(), _EMPTY, bias.numpy(), _EMPTY
-
-    @classmethod
-    def _check(cls, weight: Tensor) -> None:
-        if weight.dtype != torch.float32 or weight.shape[1] > MOST_INPUTS:
-            raise ValueError(f"weights are float32 with at most {MOST_INPUTS} inputs, not {weight.dtype}")
-
-    @classmethod
-    def where_it_pays(
-        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none",
-        gated: bool = False,
-    ) -> Linear32 | None:  # fmt: skip
-        """The layer, if the tensors are float32 and the processor has instructions that the kernel was made for.
-
-        It is compared with torch on a few rows; None also if it differs.
-        """
-        if cls.instruction_sets()[0] == "generic":
-            return None
-        if weights[0].dtype != torch.float32 or weights[0].shape[1] > MOST_INPUTS:
-            return None
-        layer = cls.of(weights, biases, activation, gated)
-        with torch.no_grad():
-            x = sample(layer.inputs, layer.dtype)
-            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None, gated) else None

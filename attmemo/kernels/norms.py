@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,28 @@ class Norm:
             wide = wide - wide.mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
         return (wide if self.bias is None else wide + self.bias.float()).to(rows.dtype)
+
+
+NativeNorm = tuple[int, int, float, int, bool]
+NO_NORM: Final[NativeNorm] = (0, 0, 0.0, 0, True)
+
+
+class KeptNorms:
+    """Norms as native code has them: copies in float32 that stay where they are while this object lives."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def native(self, norm: Norm | None, width: int) -> NativeNorm:
+        """A norm of rows of this width; ValueError: it is one of others."""
+        if norm is None:
+            return NO_NORM
+        if len(norm.weight) != width:
+            raise ValueError(f"a norm of {len(norm.weight)} numbers does not fit rows of {width}")
+        parts = [None if part is None else part.detach().clone().float() for part in (norm.weight, norm.bias)]
+        self._parts += [part for part in parts if part is not None]
+        weight, bias = (0 if part is None else part.data_ptr() for part in parts)
+        return weight, bias, norm.eps, 0, norm.centred
 
 
 def is_norm(module: object) -> bool:

@@ -1,4 +1,4 @@
-"""What linear layers of `native/linear.c` have in common: rows in, rows out, and two layers in one call."""
+"""What linear layers of `native/linear.c` have in common: rows in, rows out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attmemo.kernels import _linear as native
-from attmemo.kernels.linear import ACTIVATIONS, check_parts, check_rows, stacked
+from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, check_rows, sample, stacked
+from attmemo.kernels.norms import NO_NORM, KeptNorms, NativeNorm, Norm
 from attmemo.kernels.omp_team import join_torch
 from attmemo.kernels.pages import Slab
 
@@ -23,7 +24,6 @@ _FEW: Final = 48  # rows: threads share columns then, not rows, or each of them 
 Numbers = np.ndarray[Any, Any]
 Weights = tuple[Numbers, Numbers, Numbers, Numbers]  # panels, scales, bias, sums
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 2}  # as `enum type` has them
-NO_NORM: Final = (0, 0, 0.0, 0, True)
 
 join_torch(native.use_team)
 
@@ -127,6 +127,11 @@ class Panels(ABC):
         """Type, activation, and whether it is gated, as native code has them."""
         return _TYPES[self.dtype], ACTIVATIONS.index(self.activation), self.gated
 
+    def native(self, kept: KeptNorms, *norms: Norm | None) -> Any:
+        """The layer as `prepare` of `_chain` and of `_decode` take it, with the three norms that it ends with."""
+        ends = tuple([kept.native(norm, self.outputs) for norm in norms or (None, None, None)])
+        return self.inputs, self.outputs, self.kind[1], self.gated, self.weights, ends
+
     def takes(self, norm: Any) -> bool:
         """Whether `norm` is a layer norm that a call can end with."""
         if not isinstance(norm, nn.LayerNorm) or not self._fits(norm.weight):
@@ -139,7 +144,7 @@ class Panels(ABC):
             and part.is_contiguous() and part.device.type == "cpu"
         )  # fmt: skip
 
-    def norm_of(self, norm: nn.LayerNorm | None) -> tuple[int, int, float, int, bool]:
+    def norm_of(self, norm: nn.LayerNorm | None) -> NativeNorm:
         """A norm that a call ends with, as native code has it. ValueError: this layer does not take it."""
         if norm is None:
             return NO_NORM
@@ -176,34 +181,35 @@ class Panels(ABC):
         )  # fmt: skip
         return out
 
-    def feed(
-        self, behind: Panels, x: Tensor, add: Tensor | None = None, norm: nn.LayerNorm | None = None, *,
-        threads: int | None = None, isa: str = "",
-    ) -> Tensor:  # fmt: skip
-        """``behind(self(x), add, norm)``, in one call where it pays: what lies between the layers stays in a cache.
 
-        `behind` is of the same kind and has no activation. Raises as a call does.
+class ExactPanels(Panels):
+    """Layers that compute in the type of their weights. Their oracle is `torch.nn.functional.linear`."""
+
+    taken: ClassVar[torch.dtype]
+    """The type that the kernel takes."""
+
+    @classmethod
+    def _check(cls, weight: Tensor) -> None:
+        if weight.dtype != cls.taken or weight.shape[1] > MOST_INPUTS:
+            name = str(cls.taken).removeprefix("torch.")
+            raise ValueError(f"weights are {name} with at most {MOST_INPUTS} inputs, not {weight.dtype}")
+
+    @classmethod
+    def where_it_pays(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none", gated: bool = False
+    ) -> Self | None:
+        """The layer, if the tensors are of this type and the processor has instructions that the kernel was made for.
+
+        It is compared with torch on a few rows; None also if it differs.
         """
-        if type(behind) is not type(self) or (behind.inputs, behind.dtype) != (self.outputs, self.dtype):
-            raise ValueError(
-                f"the second layer must be a {type(self).__name__} of {self.dtype} [N, {self.outputs}], not "
-                f"a {type(behind).__name__} of {behind.dtype} [N, {behind.inputs}]"
-            )
-        if behind.activation != "none" or behind.gated:
-            raise ValueError(f"the second layer must have no activation and no gate, not {behind.activation!r}")
-        check_rows(x, self.inputs, self.dtype, add, behind.outputs)
-        threads = torch.get_num_threads() if threads is None else threads
-        if self.are_two_calls(len(x), threads):
-            return behind(self(x, threads=threads, isa=isa), add, norm, threads=threads, isa=isa)
-        out = torch.empty((len(x), behind.outputs), dtype=self.dtype)
-        x = _in_lines(x)
-        add = None if add is None else _in_lines(add)
-        native.feed(
-            _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
-            (len(x), self.inputs, self.outputs, behind.outputs, *self.kind), self.weights, behind.weights,
-            behind.norm_of(norm), (self.arithmetic, threads, isa),
-        )  # fmt: skip
-        return out
+        if weights[0].dtype != cls.taken or weights[0].shape[1] > MOST_INPUTS:
+            return None
+        if cls.instruction_sets()[:1] in ([], ["generic"]):
+            return None
+        layer = cls.of(weights, biases, activation, gated)
+        with torch.no_grad():
+            x = sample(layer.inputs, layer.dtype)
+            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None, gated) else None
 
 
 def columns_of(weight: Tensor, gated: bool) -> Tensor:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.kernels import _plan
-from attmemo.kernels.align import LONGEST, Alignment, Ints, Rule, Tokens, align_in_python
-from attmemo.kernels.changes import Changes, changes_in_python
+from attmemo.kernels.align import Alignment, Ints, Rule, Tokens, aligned
+from attmemo.kernels.changes import Changes, changes
 from attmemo.kernels.kinds import Kinds
 
 Floats = npt.NDArray[np.float32]
@@ -137,10 +137,22 @@ def plan(
 
     Parameters
     ----------
-    tokens, starts, candidates, record_tokens, record_starts, kinds, rule
-        As in `attmemo.kernels.align.align`.
+    tokens : int32 [n]
+        Token ids of B inputs, one behind the other.
+    starts : int64 [B + 1]
+        Where each input starts, and n.
+    candidates : int64 [B, k]
+        Numbers of records to try, -1: none.
+    record_tokens : int32 [t]
+        Token ids of the records.
+    record_starts : int64 [R + 1]
+        Record r is ``record_tokens[record_starts[r] : record_starts[r + 1]]``. Only those of candidates are read.
     own : float32 [R]
         How sure the own answer of each record is; NaN: not known.
+    kinds : uint8 [V]
+        `NUMBER` or `WORD` for each token id; ids from V on are words.
+    rule : Rule
+        Which rows are computed.
     demand : Demand
     table : Table
         Known changes. Another thread may add to it meanwhile.
@@ -162,7 +174,7 @@ def plan(
         found.record, found.source, found.computed, found.evidence, *gaps.columns,
     )  # fmt: skip
     moved = -1 if rule.most_moved is None else rule.most_moved
-    settings = (rule.near, rule.near_where(words=False), moved, rule.edges, rule.ends, LONGEST)
+    settings = (rule.near, rule.near_where(words=False), moved, rule.edges, rule.ends)
     count = _plan.plan(arrays, settings, demand)
     return RowPlan(found.record, found.source, found.computed, found.evidence, gaps.first(count))
 
@@ -197,23 +209,24 @@ def plan_in_python(
             source[start:stop] = np.arange(stop - start)
         if same:
             continue
-        alone = [
-            (number, align_in_python(*input_, np.array([[number]]), *rows, rule, kinds=kinds))
-            for number in candidates[b].tolist() if number >= 0
-        ]  # fmt: skip
-        alone.sort(key=lambda pair: int(pair[1].computed[0]))  # the first of equals stays first
+        alone = []
+        for number in candidates[b].tolist():
+            if number >= 0:
+                stored = record_tokens[record_starts[number] : record_starts[number + 1]]
+                found = np.array(aligned(tokens[start:stop].tolist(), stored.tolist(), rule, kinds), np.int32)
+                alone.append((number, found, int(np.count_nonzero(found < 0))))
+        alone.sort(key=lambda one: one[2])  # the first of equals stays first
         kept: Changes | None = None
-        for number, found in alone[: demand.tried]:
-            fewest = int(found.computed[0])
+        for number, found, fewest in alone[: demand.tried]:
             enough = fewest < stop - start and stop - start - fewest >= demand.share * (stop - start)
             if not (demand.share < 0 or enough):
                 break
-            partner = np.where(found.source < -1, -2 - found.source, found.source).astype(np.int32)
-            own_gaps = changes_in_python(*input_, np.array([number]), *rows, partner, kinds)
+            partner = np.where(found < -1, -2 - found, found).astype(np.int32)
+            own_gaps = changes(*input_, np.array([number]), *rows, partner, kinds)
             sure = evidence_in_python(own_gaps, float(own[number]), demand, table)
             if kept is None or sure > Evidence.UNSURE:
                 kept, record[b], computed[b], evidence[b] = own_gaps, number, fewest, sure
-                source[start:stop] = found.source
+                source[start:stop] = found
             if sure > Evidence.UNSURE:
                 break
         if kept is not None:

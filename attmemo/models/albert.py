@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attmemo.kernels.linear16 import Linear16
-from attmemo.kernels.linear32 import Linear32
+from attmemo.kernels.exact_layers import exact_layer
 from attmemo.kernels.packed_weights import Panels
 from attmemo.models.base import Adapter, Call, Site, number
 from attmemo.models.blocks import Block, Blocks
@@ -87,10 +86,7 @@ class AlbertBlocks(Blocks):
         """The layer that widens rows, by a kernel that rounds each row alone; None: torch computes it."""
         module: Any = self.module
         own = module.embedding_hidden_mapping_in
-        if not is_plain(own):
-            return None
-        made = (kind.where_it_pays([own.weight], [own.bias], "none") for kind in (Linear32, Linear16))
-        return next((layer for layer in made if layer is not None), None)
+        return exact_layer([own.weight], [own.bias]) if is_plain(own) else None
 
     @property
     def nbytes(self) -> int:

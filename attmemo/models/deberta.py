@@ -56,8 +56,6 @@ class DebertaAdapter(DisentangledAdapter):
         found = []
         for layer in encoder.layer:
             own, out = layer.attention.self, layer.attention.output
-            if own.talking_head:
-                return "its heads are mixed (talking_head)"
             found.append(bert_block(layer, (_untangled(own, *self.shape(own)),), out.dense, out.LayerNorm))
         own = encoder.layer[0].attention.self
         heads, width = self.shape(own)

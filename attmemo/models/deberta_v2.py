@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attmemo.kernels.linear16 import Linear16
-from attmemo.kernels.linear32 import Linear32
+from attmemo.kernels.exact_layers import exact_layer
 from attmemo.kernels.packed_weights import Panels
 from attmemo.kernels.row_attention import Disentangled
 from attmemo.models.base import Adapter, Call
@@ -165,8 +164,7 @@ class DisentangledBlocks(DistanceBlocks):
             return None
         weight, name = conv.weight.detach().transpose(1, 2).flatten(1), module.conv.conv_act
         name = name if name in ("gelu", "relu") else "none"
-        own = (kind.where_it_pays([weight], [conv.bias], name) for kind in (Linear32, Linear16))
-        return next((layer for layer in own if layer is not None), None)
+        return exact_layer([weight], [conv.bias], name)
 
     def _activated(self, rows: Tensor) -> Tensor:
         from transformers.activations import ACT2FN  # seconds to import

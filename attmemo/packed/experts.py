@@ -1,6 +1,6 @@
 """Feed-forward layers in parts, of which each row uses few: experts, chosen by a router.
 
-Rows are sorted by expert, and each expert is two linear layers in one call over its rows. A row's numbers depend on
+Rows are sorted by expert, and each expert is two linear layers over its rows. A row's numbers depend on
 this row alone: each step is a kernel of attmemo, or an operator of torch that treats each number, or each row, by
 itself.
 """
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from attmemo.kernels.exact_layers import exact_layer
 from attmemo.kernels.linear import Linear
-from attmemo.kernels.linear32 import Linear32
 from attmemo.kernels.packed_weights import Panels
 from attmemo.models.blocks import Routed
 
@@ -32,7 +32,7 @@ class Experts:
     def __init__(self, routed: Routed, parts: Sequence[tuple[Panels, Panels]]) -> None:
         self._routed, self._parts = routed, parts
         weights, biases = [routed.router.weight.detach().float()], [routed.router.bias.detach().float()]
-        self._router = Linear32.where_it_pays(weights, biases) or Linear.of(weights, biases)
+        self._router = exact_layer(weights, biases) or Linear.of(weights, biases)
 
     @property
     def linears(self) -> list[tuple[Linear | Panels, tuple[nn.Module, ...]]]:
@@ -55,7 +55,7 @@ class Experts:
         begin = 0
         for (up, down), end in zip(self._parts, ends.tolist(), strict=True):
             if end > begin:
-                found[begin:end] = up.feed(down, rows[begin:end])
+                found[begin:end] = down(up(rows[begin:end]))
             begin = end
         places = np.empty_like(order)
         places[order] = np.arange(len(order))

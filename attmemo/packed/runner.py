@@ -14,7 +14,6 @@ where the caller asks for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,9 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from attmemo.kernels.encoder_stack import Chain, Link, positions_of
+from attmemo.kernels.exact_layers import exact_layer
 from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
-from attmemo.kernels.linear16 import Linear16
-from attmemo.kernels.linear32 import Linear32
 from attmemo.kernels.norms import norm_of
 from attmemo.kernels.packed_weights import Panels
 from attmemo.kernels.pages import Slab
@@ -179,8 +177,8 @@ class Packed:
             disentangled=known.disentangled(number), causal=blocks.causal, sinks=block.sinks,
         )  # fmt: skip
         hidden = layer.mixed(context, hidden)
-        if layer.feed is not None:
-            return layer.feed(_norm(block.before_feed, hidden), hidden)
+        if layer.routed is not None:
+            return layer.routed(_norm(block.before_feed, hidden), hidden)
         inner = layer.up(_norm(block.before_feed, hidden))
         if layer.gates:
             half = inner.shape[1] // 2
@@ -207,21 +205,19 @@ class _Layer:
         self.activate = block.activation
         self.qkv, self.out = _ready(block.qkv, linear), _ready((block.out,), linear)
         self.mixed = _normed(self.out, block.inner, block.behind)
-        self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # all that follows attention, in one call
+        self.routed: Callable[[Tensor, Tensor], Tensor] | None = None  # in place of `up` and `down`
         self.experts = None if block.routed is None else _experts(block.routed, linear)
         if block.routed is not None:
-            self.feed = _Original(block.routed.module) if self.experts is None else self.experts
+            self.routed = _Original(block.routed.module) if self.experts is None else self.experts
         if block.down is None:
             return
         self.down = _ready((block.down,), linear)
-        gated = None if name is None or not block.gated else _gated(block.up, linear, name)
+        gated = None if name is None or not block.gated else _panels(block.up, linear, name, True)
         fused = name if name is not None and not block.gated and all(map(is_plain, block.up)) else "none"
         self.up = _ready(block.up, linear, fused) if gated is None else gated
         # Gate and activation are steps of their own.
         self.gates, self.activates = block.gated and gated is None, gated is None and fused == "none"
         self.left = _normed(self.down, block.inner_feed, block.behind_feed)
-        if isinstance(self.up, Panels) and type(self.down) is type(self.up) and not self.activates:
-            self.feed = _normed(partial(self.up.feed, self.down), block.inner_feed, block.behind_feed, self.down)
 
     @property
     def link(self) -> Link | None:
@@ -231,7 +227,7 @@ class _Layer:
             return None
         kind = type(self.up)
         parts = [part for part in (self.qkv, self.out, self.up, self.down) if isinstance(part, Panels)]
-        if self.feed is None or any(type(part) is not kind for part in parts) or len(parts) != 4:
+        if self.activates or any(type(part) is not kind for part in parts) or len(parts) != 4:
             return None
         norms = [None if norm is None else norm_of(norm) for norm in block.norms]
         if any(norm is None and given is not None for norm, given in zip(norms, block.norms, strict=True)):
@@ -286,49 +282,41 @@ def _experts(routed: Routed, linear: LinearName) -> Experts | None:
     """The parts made ready; None: some have no kernel."""
     found = []
     for up, down in routed.parts:
-        first, second = _gated((up,), linear, routed.activation), _ready((down,), linear)
+        first, second = _panels((up,), linear, routed.activation, True), _ready((down,), linear)
         if first is None or not isinstance(second, Panels):
             return None
         found.append((first, second))
     return Experts(routed, found)
 
 
-def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str = "none") -> Ready:
-    if all(map(is_plain, modules)):
-        weights: list[Any] = [module.weight for module in modules]
-        biases: list[Any] = [module.bias for module in modules]
-        if linear == "int8":
-            return Linear8.of(weights, biases, activation)
-        for own in (Linear32, Linear16):
-            layer = own.where_it_pays(weights, biases, activation)
-            if layer is not None:
-                return layer
-        return Linear.of(weights, biases, activation)
-    return Called(modules)
-
-
-def _gated(modules: tuple[nn.Module, ...], linear: LinearName, activation: str) -> Panels | None:
-    """The layer with its gate in one call; None if there is no such layer."""
+def _panels(
+    modules: tuple[nn.Module, ...], linear: LinearName, activation: str, gated: bool = False
+) -> Panels | None:
+    """A layer by a kernel of attmemo; None if there is no such layer."""
     if not all(map(is_plain, modules)):
         return None
-    weights: list[Any] = [module.weight for module in modules]
-    biases: list[Any] = [module.bias for module in modules]
+    weights, biases = _parts(modules)
     if linear == "int8":
-        return Linear8.of(weights, biases, activation, True)
-    found = (own.where_it_pays(weights, biases, activation, True) for own in (Linear32, Linear16))
-    return next((layer for layer in found if layer is not None), None)
+        return Linear8.of(weights, biases, activation, gated)
+    return exact_layer(weights, biases, activation, gated)
 
 
-def _normed(
-    layer: Callable[..., Tensor], inner: Any, norm: Any, last: Any = None
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """The layer with a residual and the norms in front of it and behind: in one call if the last of the layers takes
-    the one behind.
-    """
-    last = layer if last is None else last
+def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str = "none") -> Ready:
+    if not all(map(is_plain, modules)):
+        return Called(modules)
+    return _panels(modules, linear, activation) or Linear.of(*_parts(modules), activation)
+
+
+def _parts(modules: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights and biases."""
+    return [module.weight for module in modules], [module.bias for module in modules]
+
+
+def _normed(layer: Ready, inner: Any, norm: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The layer with a residual and the norms in front of it and behind: in one call if it takes the one behind."""
     if inner is not None:
         return lambda x, add: _norm(norm, _norm(inner, layer(x)).add_(add))
-    if isinstance(last, Panels) and last.takes(norm):
+    if isinstance(layer, Panels) and layer.takes(norm):
         return lambda x, add: layer(x, add, norm)
     return lambda x, add: _norm(norm, layer(x, add))
 

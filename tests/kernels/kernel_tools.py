@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from walls import before_walls
 
-from attmemo.kernels.align import (
-    Rule,
-)
+from attmemo.kernels.align import Rule
+from attmemo.kernels.kinds import NO_KINDS, Kinds
+from attmemo.kernels.plan import Demand, RowPlan, plan
 
 BARE = Rule(near=0, edges=False, ends=False)
 Sequences = list[list[int]]
@@ -32,6 +32,14 @@ def packed(sequences: Sequences) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.
 def every(inputs: Sequences, records: Sequences) -> npt.NDArray[np.int64]:
     """All records are candidates of each input."""
     return np.tile(np.arange(len(records)), (len(inputs), 1))
+
+
+def planned(
+    inputs: Sequences, candidates: npt.NDArray[np.int64], records: Sequences, rule: Rule, kinds: Kinds = NO_KINDS
+) -> RowPlan:
+    """The plan that wants nothing of a record but to leave few rows to compute."""
+    sure = np.full(len(records), np.nan, np.float32)
+    return plan(*packed(inputs), candidates, *packed(records), sure, kinds, rule, Demand())
 
 
 def changed(sequence: list[int], random: np.random.Generator, vocabulary: int) -> list[int]:

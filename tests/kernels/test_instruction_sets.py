@@ -33,7 +33,7 @@ def here() -> list[list[str]]:
 
 def test_what_the_environment_leaves_out_is_not_used() -> None:
     attention, *layers = sets_without("amx, avx512 avx2")
-    assert attention == ["generic", "plain"]
+    assert attention == ["generic"]
     assert layers == [["generic"], ["generic"], []]
 
 
@@ -45,5 +45,5 @@ def test_only_whole_names_are_left_out_and_what_is_built_on_them() -> None:
 
 
 def test_the_names_that_doctor_knows_are_those_of_the_kernels() -> None:
-    known = {name for names in here() for name in names} - {"generic", "plain"}
+    known = {name for names in here() for name in names} - {"generic"}
     assert known <= set(SETS)

@@ -63,26 +63,6 @@ def test_rows_of_many_inputs_are_worked_on_in_small_chunks_with_the_same_result(
 
 
 @unit
-@sets
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_two_layers_in_one_call_are_one_behind_the_other(
-    activation: str, isa: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes = ((0, 4, 4, 4), (1, 5, 7, 3), (13, 64, 130, 65), (16, 96, 64, 64), (333, 70, 33, 200))
-    for count, inputs, inner, outputs in shapes:
-        up, bias = parts(inner, inputs, torch.bfloat16)
-        first = Linear16.of([up], [bias], activation)
-        second = Linear16.of([parts(outputs, inner, torch.bfloat16)[0]], [None])
-        x, add = rows(count, inputs, torch.bfloat16), rows(count, outputs, torch.bfloat16, seed=2)
-        expected = second(first(x, isa=isa), add, isa=isa)
-        assert torch.equal(first.feed(second, x, add, isa=isa), expected)
-        with monkeypatch.context() as patch:
-            patch.setattr(Linear16, "are_two_calls", lambda *_: False)
-            for threads in (1, 2, 7):
-                assert torch.equal(first.feed(second, x, add, threads=threads, isa=isa), expected)
-
-
-@unit
 def test_bytes_kept_are_those_of_the_weights_and_whole_tiles() -> None:
     weight, bias = parts(100, 70, torch.bfloat16)
     assert Linear16.of([weight], [bias]).nbytes == 2 * 128 * 96 + 4 * 128

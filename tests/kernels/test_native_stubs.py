@@ -11,10 +11,8 @@ import pytest
 import attmemo
 
 EXTENSIONS = [
-    "kernels._align",
     "kernels._cache_attention",
     "kernels._chain",
-    "kernels._changes",
     "kernels._decode",
     "kernels._embed",
     "kernels._linear",
@@ -24,6 +22,7 @@ EXTENSIONS = [
     "kernels._plan",
     "kernels._row_attention",
     "kernels._rows",
+    "kernels._sketch",
     "mmap._window",
 ]
 

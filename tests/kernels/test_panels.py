@@ -20,7 +20,6 @@ from attmemo.kernels.linear import ACTIVATIONS
 from attmemo.kernels.linear8 import Linear8
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
-from attmemo.kernels.packed_weights import Panels
 
 Kind = type[Linear32] | type[Linear8] | type[Linear16]
 KINDS: list[tuple[Kind, torch.dtype]] = [
@@ -110,21 +109,17 @@ def test_a_norm_is_that_of_the_rows_without_it(kind: Kind, dtype: torch.dtype, i
     near = 2**-7 if dtype == torch.bfloat16 else 1e-5
     for count, inputs, outputs in ((0, 4, 4), (1, 5, 3), (7, 37, 70), (50, 64, 64), (107, 33, 200)):
         layer = kind.of([parts(outputs, inputs, dtype)[0]], [None], "gelu")
-        square = kind.of([parts(outputs, outputs, dtype)[0]], [None])
         x, add = rows(count, inputs, dtype), 3 + rows(count, outputs, dtype, 2)
         for norm in (norm_of(outputs, dtype), norm_of(outputs, dtype, bias=False)):
             for threads in (1, 2, 5):
                 more: dict[str, Any] = {"threads": threads, "isa": isa}
-                for without, seen in (
-                    (layer(x, add, **more), layer(x, add, norm, **more)),
-                    (layer.feed(square, x, add, **more), layer.feed(square, x, add, norm, **more)),
-                ):
-                    expected = F.layer_norm(
-                        without.double(), (outputs,), norm.weight.double(),
-                        None if norm.bias is None else norm.bias.double(), norm.eps,
-                    )  # fmt: skip
-                    assert seen.dtype == dtype
-                    assert ((seen.double() - expected).abs() <= near * (1 + expected.abs())).all()
+                seen = layer(x, add, norm, **more)
+                expected = F.layer_norm(
+                    layer(x, add, **more).double(), (outputs,), norm.weight.double(),
+                    None if norm.bias is None else norm.bias.double(), norm.eps,
+                )  # fmt: skip
+                assert seen.dtype == dtype
+                assert ((seen.double() - expected).abs() <= near * (1 + expected.abs())).all()
 
 
 @kinds
@@ -147,35 +142,6 @@ def test_a_norm_of_another_kind_is_refused() -> None:
         assert not layer.takes(norm)
         with pytest.raises(ValueError, match="the norm must be a LayerNorm of 24"):
             layer(x, None, norm)  # type: ignore[arg-type]
-
-
-@single
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_two_layers_in_one_call_are_one_behind_the_other(kind: Kind, isa: str, activation: str) -> None:
-    for count, inputs, inner, outputs in ((0, 4, 4, 4), (1, 5, 7, 3), (13, 64, 130, 65), (107, 70, 33, 200)):
-        up, bias = parts(inner, inputs)
-        first, second = kind.of([up], [bias], activation), kind.of([parts(outputs, inner)[0]], [None])
-        x, add = rows(count, inputs), rows(count, outputs, seed=2)
-        expected = second(first(x, isa=isa), add, isa=isa)
-        for threads in (1, 2, 7):
-            assert torch.equal(first.feed(second, x, add, threads=threads, isa=isa), expected)
-        assert torch.equal(first.feed(second, x, isa=isa), second(first(x, isa=isa), isa=isa))
-
-
-@pytest.mark.parametrize("kind", [Linear32, Linear8])
-def test_two_layers_that_do_not_fit_are_refused(kind: Kind) -> None:
-    first = kind.of([parts(24, 40)[0]], [None], "gelu")
-    x, wide = rows(3, 40), parts(8, 24)[0]
-    other = Linear8 if kind is Linear32 else Linear32
-    wrongs: list[Panels] = [first, kind.of([wide], [None], "relu"), other.of([wide], [None])]
-    wrongs.append(Linear8.of([wide.bfloat16()], [None]))
-    for wrong in wrongs:
-        with pytest.raises(ValueError, match="the second layer must"):
-            first.feed(wrong, x)
-    with pytest.raises(ValueError, match="add must be a dense tensor"):
-        first.feed(kind.of([wide], [None]), x, rows(3, 24))
-    with pytest.raises(ValueError, match="x must be a dense tensor"):
-        first.feed(kind.of([wide], [None]), rows(3, 24))
 
 
 @pytest.mark.parametrize("kind", [Linear32, Linear8])
@@ -286,7 +252,3 @@ def test_rows_are_only_read_and_nothing_behind_an_end_is_touched(
             seen = layer(read_only(x), read_only(add), isa=isa)
             assert seen.data_ptr() == walled[-1].data_ptr()
             assert torch.equal(seen, expected)
-            square = kind.of([parts(outputs, outputs, dtype)[0]], [None])
-            fed = layer.feed(square, read_only(x), read_only(add), isa=isa)
-        assert fed.data_ptr() == walled[-1].data_ptr()
-        assert torch.equal(fed, layer.feed(square, x, add, isa=isa))

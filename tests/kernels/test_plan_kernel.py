@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_tools import RULES, Sequences, every, packed, sequences, walled
+from kernel_tools import RULES, Sequences, changed, every, packed, sequences, walled
 
 from attmemo.kernels import _plan
-from attmemo.kernels.align import LONGEST, Rule
+from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import Changes
 from attmemo.kernels.kinds import NUMBER, WORD
 from attmemo.kernels.plan import Demand, Evidence, Mark, RowPlan, Table, plan, plan_in_python, table_of
@@ -72,6 +74,41 @@ class TestAgainstTheOracle:
         table = full(known_of(near, random))
         demand = Demand(share, 0.3, 0.6, tried, 2, 6, 4, rounds)
         assert same(plan(*given_, kinds, rule, demand, table), plan_in_python(*given_, kinds, rule, demand, table))
+
+    def test_every_token_of_an_input_may_be_a_gap_of_its_own(self) -> None:
+        """As many gaps as there is room for."""
+        own = list(range(1, 9))
+        given_ = arguments([own], [[0, *(token for number in own for token in (number, 0))]])
+        found = plan(*given_, WORDS, RULE, EVERYTHING)
+        assert len(found.changes) == len(own) + 1
+        assert same(found, plan_in_python(*given_, WORDS, RULE, EVERYTHING))
+
+    @pytest.mark.parametrize("length", [1, 5, 63, 64, 65, 128, 200])
+    def test_nothing_behind_the_arrays_is_touched(self, length: int) -> None:
+        random = np.random.default_rng(length)
+        records = [random.integers(0, 9, length).tolist() for _ in range(3)]
+        inputs = [random.integers(0, 9, length).tolist(), changed(records[2], random, 9)]
+        given_ = (*map(walled, arguments(inputs, records)), walled(random.integers(0, 2, 7).astype(np.uint8)), Rule())
+        assert same(plan(*given_, EVERYTHING), plan_in_python(*given_, EVERYTHING))
+
+    def test_threads_that_plan_at_once_do_not_disturb_each_other(self) -> None:
+        random = np.random.default_rng(1)
+        records = [random.integers(0, 30, 200).tolist() for _ in range(4)]
+        jobs = [arguments([changed(records[b % 4], random, 30) for b in range(5)], records) for _ in range(4)]
+        expected = [plan(*job, WORDS, Rule(), EVERYTHING) for job in jobs]
+        wrong: list[int] = []
+
+        def work(number: int) -> None:
+            for _ in range(50):
+                if not same(plan(*jobs[number], WORDS, Rule(), EVERYTHING), expected[number]):
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
 
 
 WORDS = np.full(20, WORD, np.uint8)
@@ -146,27 +183,70 @@ class TestEvidence:
         assert not len(found.changes)
 
 
+RESULTS = range(10, 20)
+
+
+def broken(place: int | None = None, value: Any = None) -> list[Any]:
+    """Arrays of the native function, of two inputs and two records, perhaps with something wrong."""
+    arrays: list[Any] = [
+        np.arange(5, dtype=np.int32), np.array([0, 2, 5]), np.array([[0, 1], [1, -1]]), np.arange(6, dtype=np.int32),
+        np.array([0, 2, 6]), np.zeros(3, np.uint8), np.zeros(2, np.float32), np.zeros(2, np.uint64),
+        np.zeros(2, np.uint8), np.zeros(2, np.uint64), np.full(2, 77), np.full(5, 77, np.int32), np.full(2, 77),
+        np.full(2, 77, np.uint8), np.full(7, 77), *(np.full(7, 77, np.uint64) for _ in range(4)),
+        np.full(7, 77, np.uint8),
+    ]  # fmt: skip
+    if place is not None:
+        arrays[place] = value(arrays[place]) if callable(value) else value
+    return arrays
+
+
+def run(arrays: list[Any], near: int = 1, near_numbers: int = 0) -> int:
+    return _plan.plan(tuple(arrays), (near, near_numbers, -1, True, True), EVERYTHING)
+
+
+def shorter(array: Any) -> Any:
+    return array[:-1].copy()
+
+
 class TestRefused:
     def test_results_that_end_at_a_page_are_not_written_past(self) -> None:
-        own, stored = packed([[1, 9, 3]] * 3), packed([[1, 2, 3]] * 2)
-        arrays = [*own, every([[0]] * 3, [[0]] * 2), *stored, np.zeros(1, np.uint8), np.zeros(2, np.float32)]
-        arrays += [np.zeros(2, np.uint64), np.zeros(2, np.uint8), np.zeros(2, np.uint64)]
-        arrays += [np.empty(3, np.int64), np.empty(9, np.int32), np.empty(3, np.int64), np.empty(3, np.uint8)]
-        arrays += [np.empty(12, np.int64), *(np.empty(12, np.uint64) for _ in range(4)), np.empty(12, np.uint8)]
-        count = _plan.plan(tuple(map(walled, arrays)), (0, 0, -1, False, False, LONGEST), EVERYTHING)
-        assert count == 3
+        assert run([walled(array) for array in broken()]) > 0
 
     @pytest.mark.parametrize("place", range(20))
-    def test_an_array_of_another_type_is_named(self, place: int) -> None:
-        arrays: list[Any] = [*packed([[1]]), np.zeros((1, 1), np.int64), *packed([[1]]), np.zeros(1, np.uint8)]
-        arrays += [np.zeros(1, np.float32), np.zeros(1, np.uint64), np.zeros(1, np.uint8), np.zeros(1, np.uint64)]
-        arrays += [np.empty(1, np.int64), np.empty(1, np.int32), np.empty(1, np.int64), np.empty(1, np.uint8)]
-        arrays += [np.empty(2, np.int64), *(np.empty(2, np.uint64) for _ in range(4)), np.empty(2, np.uint8)]
-        settings_ = (0, 0, -1, False, False, LONGEST)
-        assert _plan.plan(tuple(arrays), settings_, EVERYTHING) == 0
-        arrays[place] = arrays[place].astype(np.float64)
+    @pytest.mark.parametrize(
+        "wrong", [lambda a: a.astype(np.float64), lambda a: a[None], lambda a: np.repeat(a, 2, -1)[..., ::2]]
+    )
+    def test_an_array_of_another_type_or_with_gaps_is_named(self, place: int, wrong: Callable[[Any], Any]) -> None:
         with pytest.raises(ValueError, match="an array has another type"):
-            _plan.plan(tuple(arrays), settings_, EVERYTHING)
+            run(broken(place, wrong))
+
+    @pytest.mark.parametrize(
+        ("place", "value"),
+        [
+            (0, shorter), (1, np.array([0, 2, 4])), (1, np.array([1, 2, 5])), (1, np.array([0, 6, 5])),
+            (1, np.array([0, -1, 5])), (1, np.array([0, 2**62, 5])), (1, shorter), (1, np.empty(0, np.int64)),
+            (2, np.array([[0, 2], [1, 1]])), (2, np.array([[0, 2**62], [1, 1]])), (2, np.array([[0, 1]])),
+            (3, shorter), (4, np.array([0, 2, 7])), (4, np.array([-1, 2, 6])), (4, np.array([0, 7, 6])),
+            (4, np.empty(0, np.int64)), (6, shorter), *((place, shorter) for place in RESULTS),
+        ],
+    )  # fmt: skip
+    def test_wrong_arrays_are_refused_and_nothing_is_written(self, place: int, value: Any) -> None:
+        arrays = broken(place, value)
+        with pytest.raises(ValueError, match=r"must|lead|is no record"):
+            run(arrays)
+        assert all((arrays[one] == 77).all() for one in RESULTS)
+
+    @pytest.mark.parametrize(("near", "near_numbers"), [(-1, 0), (0, -1)])
+    def test_a_negative_number_of_neighbours_is_refused(self, near: int, near_numbers: int) -> None:
+        with pytest.raises(ValueError, match="must not be negative"):
+            run(broken(), near, near_numbers)
+
+    @pytest.mark.parametrize("place", RESULTS)
+    def test_read_only_results_are_never_written(self, place: int) -> None:
+        arrays = broken()
+        arrays[place].flags.writeable = False
+        with pytest.raises((ValueError, BufferError), match="read-only"):
+            run(arrays)
 
     def test_a_candidate_that_is_no_record_is_named(self) -> None:
         own, stored = packed([[1]]), packed([[1]])

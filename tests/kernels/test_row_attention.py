@@ -534,7 +534,7 @@ def test_sequences_around_the_longest_sheet_agree_with_float64(isa: str, dtype: 
         assert error(attend(**call, isa=isa), expect(call)) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("isa", [name for name in SETS if name != "plain"])
+@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("extra", ["none", "table", "table in a window", "wide window", "turn", "both and a window"])

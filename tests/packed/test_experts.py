@@ -53,7 +53,7 @@ def test_numbers_beyond_the_limits_of_the_gate_are_clipped_as_in_the_original() 
 
 
 def test_without_kernels_for_experts_the_models_own_code_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_gated", lambda *_: None)
+    monkeypatch.setattr(runner, "_experts", lambda *_: None)
     bare = tagger()
     model, inputs = memoize(copy.deepcopy(bare)), batch([40, 1, 9])
     assert not all(isinstance(layer, Panels) for _, layer, _ in model.attmemo.packed.linears)

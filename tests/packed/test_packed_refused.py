@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,24 @@ def test_a_database_that_was_asked_for_and_is_missing_is_an_error(
         memoize(FAMILIES["BERT"].make(), **asked)
 
 
+def held_inside(model: Any, ask: Callable[[], None]) -> tuple[Any, threading.Thread, threading.Event]:
+    """A thread whose forward waits behind its first block for the event, and what served before."""
+    inside, go = threading.Event(), threading.Event()
+    serve = model.attmemo.engine.reuse.serve
+
+    def slow(*given: Any) -> Any:
+        served = serve(*given)
+        inside.set()
+        assert go.wait(30)
+        return served
+
+    model.attmemo.engine.reuse.serve = slow
+    asker = threading.Thread(target=ask)
+    asker.start()
+    assert inside.wait(30)
+    return serve, asker, go
+
+
 class TestBlocksThatTheModelCalls:
     """The first block does the work of all: what holds for one of them must hold for the whole stack."""
 
@@ -167,19 +186,8 @@ class TestBlocksThatTheModelCalls:
 
     def test_disabling_waits_for_a_forward_of_another_thread(self) -> None:
         bare, model = pair("ModernBERT")
-        inputs, inside, go, found = batch([9, 4]), threading.Event(), threading.Event(), []
-        serve = model.attmemo.engine.reuse.serve
-
-        def slow(*given: Any) -> Any:
-            served = serve(*given)
-            inside.set()
-            assert go.wait(30)
-            return served
-
-        model.attmemo.engine.reuse.serve = slow
-        asker = threading.Thread(target=lambda: found.append(last(model, inputs)))
-        asker.start()
-        assert inside.wait(30)
+        inputs, found = batch([9, 4]), list[Any]()
+        _, asker, go = held_inside(model, lambda: found.append(last(model, inputs)))
         switch = threading.Thread(target=model.attmemo.disable)
         switch.start()
         switch.join(0.2)
@@ -192,19 +200,8 @@ class TestBlocksThatTheModelCalls:
 
     def test_a_forward_that_does_not_end_keeps_the_model_served(self) -> None:
         bare, model = pair("ModernBERT")
-        inputs, inside, go, found = batch([9, 4]), threading.Event(), threading.Event(), []
-        serve = model.attmemo.engine.reuse.serve
-
-        def slow(*given: Any) -> Any:
-            served = serve(*given)
-            inside.set()
-            assert go.wait(30)
-            return served
-
-        model.attmemo.engine.reuse.serve = slow
-        asker = threading.Thread(target=lambda: found.append(last(model, inputs)))
-        asker.start()
-        assert inside.wait(30)
+        inputs, found = batch([9, 4]), list[Any]()
+        serve, asker, go = held_inside(model, lambda: found.append(last(model, inputs)))
         with pytest.raises(AttmemoError, match=r"another thread has been in a forward of ModernBertModel for more"):
             model.attmemo.disable(seconds=0.01)
         assert model.attmemo.enabled

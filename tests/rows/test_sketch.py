@@ -14,9 +14,10 @@ from children import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.kernels import _align
-from attmemo.kernels.align import Rule, align, sketch, sketch_in_numpy
+from attmemo.kernels import _sketch
+from attmemo.kernels.align import Rule, sketch, sketch_in_numpy
 from attmemo.kernels.kinds import NO_KINDS
+from attmemo.kernels.plan import Demand, plan
 from attmemo.rows import index as tokens_module
 from attmemo.rows.index import ANY, TokenIndex
 from attmemo.rows.sketch import Sketch
@@ -98,7 +99,7 @@ class TestSketch:
     ) -> None:
         result = np.full(sums, 77, np.float32)
         with pytest.raises(ValueError, match="must"):
-            _align.sketch(tokens, np.array(starts), result)
+            _sketch.sketch(tokens, np.array(starts), result)
         assert (result == 77).all()
 
 
@@ -130,7 +131,8 @@ class TestTokenIndex:
         for line in lines:
             index.add(line)
         asked = packed(templates(30, seed=1))
-        expected = align(*asked, find(index, *asked, k=6), *packed(lines), Rule(near=2))
+        sure = np.full(len(lines), np.nan, np.float32)
+        expected = plan(*asked, find(index, *asked, k=6), *packed(lines), sure, NO_KINDS, Rule(near=2), Demand())
         found = index.best(*asked, Rule(near=2), tried=6)
         assert np.array_equal(found.record, expected.record)
         assert np.array_equal(found.source, expected.source)
