@@ -235,7 +235,7 @@ def main() -> None:
     result = json.loads(args.output.read_text()) if args.output.exists() else {"shapes": {}}
     with tempfile.TemporaryDirectory() as other:
         for name in [] if args.only_page else args.shape or SHAPES:
-            folder = (args.work or Path(other)) / name
+            begun, folder = measured_at(), (args.work or Path(other)) / name
             folder.mkdir(parents=True, exist_ok=True)
             if name == "tagger":
                 for file in (args.shared / "models" / "minilm-pii").iterdir():
@@ -248,7 +248,7 @@ def main() -> None:
                      for case, requests in cases_of(name, args.shared).items()}  # fmt: skip
             for process in running.values():
                 process.end()
-            result["shapes"][name] = {"cases": cases, "left_out": left_out} | measured_at()
+            result["shapes"][name] = {"cases": cases, "left_out": left_out} | begun
             result["conditions"] = conditions() | {"threads": 1}
             args.output.write_text(json.dumps(result, indent=1) + "\n")
     if args.page is not None:
