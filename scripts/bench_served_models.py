@@ -2,6 +2,7 @@
 
     python scripts/bench_served_models.py ../shared docs/served-models.json --page docs/served-models.md
     python scripts/bench_served_models.py ../shared docs/served-models.json qwen3 bart  # these; the others stay
+    python scripts/bench_served_models.py ../shared docs/served-models.json prefix --layers 6
     python scripts/bench_served_models.py ../shared docs/served-models.json --only-page --page docs/served-models.md
 
 Wants openvino, nncf, onnxruntime, onnx, onnxscript, llama-cpp-python and gguf; what is not installed, or cannot
@@ -22,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import bench_prefix
 import torch
 from marked import replace_measured, table
 from measured_at import measured_at
@@ -156,6 +158,16 @@ def likeness(name: str, expected: Sequence[Tensor], given: Sequence[Tensor]) -> 
     return min(float(one @ other) for one, other in pairs)
 
 
+def prefixes(layers: int, rounds: int) -> dict[str, Any]:
+    """A query before many documents and a policy before many messages, as `bench_prefix.py` measures them."""
+    torch.set_num_threads(1)
+    begun, model, clock = measured_at(), bench_prefix.model_of(layers), bench_prefix.CLOCKS["processor"]
+    return {
+        "rerank": bench_prefix.rerank(model, rounds, clock), "guard": bench_prefix.guard(model, rounds, clock),
+        "layers": layers, "rounds": rounds, "clock": "processor", "conditions": conditions() | {"threads": 1},
+    } | begun  # fmt: skip
+
+
 # -- the page
 
 
@@ -207,6 +219,8 @@ def tables(result: dict[str, Any]) -> str:
         *table("model | answers", [[SHAPES[name].title, "; ".join(_alike(one))] for name, one in
                                    result["shapes"].items()]),
     ]  # fmt: skip
+    if "prefix" in result:
+        lines += ["Equal prefixes of the Qwen3-0.6B shape:", "", bench_prefix.table(result["prefix"]), ""]
     left = [f"* {SHAPES[name].title}: {title}: {why}" for name, one in result["shapes"].items()
             for title, why in one["left_out"].items()]  # fmt: skip
     return "\n".join([*lines, *(["Left out:", "", *left] if left else [])])
@@ -225,7 +239,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("shape", nargs="*", choices=[*SHAPES, []], metavar="SHAPE")
+    parser.add_argument("shape", nargs="*", choices=[*SHAPES, "prefix", []], metavar="SHAPE")
+    parser.add_argument("--layers", type=int, default=28, help="layers of the model with equal prefixes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", default=",".join(ROUTES))
     parser.add_argument("--work", type=Path, help="a folder that keeps weights and converted models")
@@ -234,7 +249,11 @@ def main() -> None:
     args = parser.parse_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {"shapes": {}}
     with tempfile.TemporaryDirectory() as other:
-        for name in [] if args.only_page else args.shape or SHAPES:
+        for name in [] if args.only_page else args.shape or [*SHAPES, "prefix"]:
+            if name == "prefix":
+                result["prefix"] = prefixes(args.layers, args.rounds)
+                args.output.write_text(json.dumps(result, indent=1) + "\n")
+                continue
             begun, folder = measured_at(), (args.work or Path(other)) / name
             folder.mkdir(parents=True, exist_ok=True)
             if name == "tagger":
