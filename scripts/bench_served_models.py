@@ -2,7 +2,8 @@
 
     python scripts/bench_served_models.py ../shared docs/served-models.json --page docs/served-models.md
     python scripts/bench_served_models.py ../shared docs/served-models.json qwen3 bart  # these; the others stay
-    python scripts/bench_served_models.py ../shared docs/served-models.json prefix --layers 6
+    python scripts/bench_served_models.py ../shared docs/served-models.json prefix --layers 6  # equal prefixes
+    python scripts/bench_served_models.py ../shared docs/served-models.json products budget  # what explains the others
     python scripts/bench_served_models.py ../shared docs/served-models.json --only-page --page docs/served-models.md
 
 Wants openvino, nncf, onnxruntime, onnx, onnxscript, llama-cpp-python and gguf; what is not installed, or cannot
@@ -17,7 +18,7 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -27,13 +28,27 @@ import bench_prefix
 import torch
 from marked import replace_measured, table
 from measured_at import measured_at
-from served_models import ROUTES, SHAPES, Texts, by_length, cases_of, convert, write
+from served_models import (
+    ROUTES,
+    SHAPES,
+    TEXTS,
+    Texts,
+    by_length,
+    cases_of,
+    convert,
+    forms,
+    linear_layers,
+    random_texts,
+    spans,
+    write,
+)  # fmt: skip
 from torch import Tensor
 
 from attmemo.system.machine import conditions
 from attmemo.wording import counted
 
 Key = tuple[str, bool]
+EXTRAS = "prefix", "budget", "products"
 
 
 def serve(pipe: Connection, route: str, name: str, folder: Path) -> None:
@@ -62,6 +77,34 @@ def make(pipe: Connection, name: str, file: str | None, folder: Path) -> None:
         pipe.send(None)
     except Exception as error:
         pipe.send(_line(error))
+
+
+def tag(pipe: Connection, options: dict[str, Any], folder: Path) -> None:
+    """The tagger in its process: takes texts; gives seconds, with what was done since the last ones, and spans."""
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        way, handle = spans(folder, **options)
+        way(random_texts([12, 30]))
+        handle.reset_stats()
+        pipe.send(None)
+        before = time.process_time()
+        while (texts := pipe.recv()) is not None:
+            given = way(texts)
+            now = time.process_time()
+            pipe.send((now - before, given))
+            before = now
+    stats = handle.stats()
+    guard = stats["guard"] or {}
+    pipe.send({"share_computed": stats["share_computed"], **{name: guard.get(name) for name in (
+        "reused", "repeated", "state", "says")}})  # fmt: skip
+
+
+def multiply(pipe: Connection, name: str, folder: Path, tokens: int) -> None:
+    """Send the seconds of bare products."""
+    torch.set_num_threads(1)
+    pipe.send(None)
+    with torch.inference_mode():
+        pipe.send(linear_layers(name, folder, tokens))
 
 
 def _line(error: Exception) -> str:
@@ -94,10 +137,14 @@ class Process:
             raise Failed(said)
         return said
 
+    def say(self, said: Any) -> Any:
+        """Send something, and hear what it says to that."""
+        self._pipe.send(said)
+        return self.hear()
+
     def ask(self, texts: Texts, ordered: bool) -> tuple[float, Tensor]:
         """Seconds, and answers."""
-        self._pipe.send((texts, ordered))
-        seconds, given = self.hear()
+        seconds, given = self.say((texts, ordered))
         return seconds, torch.from_numpy(given)
 
     def end(self) -> None:
@@ -158,6 +205,31 @@ def likeness(name: str, expected: Sequence[Tensor], given: Sequence[Tensor]) -> 
     return min(float(one @ other) for one, other in pairs)
 
 
+def budgeted(shared: Path, folder: Path, count: int = 4000) -> dict[str, Any]:
+    """The tagger on forms in the order of time: exact, and within a budget of 1 %, some requests each in turns.
+
+    What a guard does beside requests is in its seconds, too.
+    """
+    begun, own = measured_at(), forms(shared, count)
+    requests = [own[at : at + TEXTS] for at in range(0, len(own), TEXTS)]
+    ways = [Process(tag, options, folder) for options in ({}, {"budget": 0.01, "linear": "exact"})]
+    seconds: list[list[float]] = [[], []]
+    spans_of: list[list[int]] = [[], []]
+    for first in range(0, len(requests), 5):
+        for number, way in enumerate(ways):
+            for texts in requests[first : first + 5]:
+                taken, given = way.say(texts)
+                seconds[number].append(taken)
+                spans_of[number] += given
+    found = [way.say(None) for way in ways][1]
+    half = len(requests) // 2
+    parts = {"first half": slice(half), "second half": slice(half, None)}
+    return found | begun | {
+        "forms": count, "changed": sum(map(int.__ne__, *spans_of)) / count, "exact": sum(seconds[0]),
+        "over exact": {part: sum(seconds[0][at]) / sum(seconds[1][at]) for part, at in parts.items()},
+    }  # fmt: skip
+
+
 def prefixes(layers: int, rounds: int) -> dict[str, Any]:
     """A query before many documents and a policy before many messages, as `bench_prefix.py` measures them."""
     torch.set_num_threads(1)
@@ -177,53 +249,60 @@ def best(ways: Sequence[dict[str, Any]], side: str, bits8: bool) -> dict[str, An
     return min(own, key=lambda way: float(way["seconds"]), default=None)
 
 
-def row_of(name: str, case: str, found: dict[str, Any]) -> list[str]:
-    """A line of the table: exact times and ratios, then those in 8 bits."""
-    ways = found["ways"]
-    cells = [SHAPES[name].title, case]
-    stock = best(ways, "original", False)
-    for bits8 in (False, True):
-        own, peer = best(ways, "own", bits8), best(ways, "peer", bits8)
-        if not bits8:
-            assert stock is not None
-            assert own is not None
-            cells += [_seconds(stock), _seconds(own), f"{stock['seconds'] / own['seconds']:.1f}"]
-        elif own is not None:
-            cells += [_seconds(own)]
-        if own is None or peer is None:
-            cells += ["–"] * (1 + (own is None and bits8))
-        else:
-            cells += [f"{peer['seconds'] / own['seconds']:.2f}: {peer['title']} {_seconds(peer)}"]
-    return cells
+def rows_of(result: dict[str, Any], bits8: bool) -> Iterator[list[str]]:
+    """Lines of a table of exact ways, or of those in 8 bits."""
+    for name, one in result["shapes"].items():
+        for case, found in one["cases"].items():
+            stock, own, peer = (best(found["ways"], *side) for side in (
+                ("original", False), ("own", bits8), ("peer", bits8)))  # fmt: skip
+            if own is None or stock is None:
+                continue
+            cells = [SHAPES[name].title, case, _seconds(stock["seconds"])]
+            if not bits8:
+                cells.append(_seconds(found["products"]) if "products" in found else "–")
+            cells += [_seconds(own["seconds"]), f"{stock['seconds'] / own['seconds']:.1f}"]
+            cells += ["–", "–"] if peer is None else [
+                f"{peer['title']} {_seconds(peer['seconds'])}", f"{peer['seconds'] / own['seconds']:.2f}"]  # fmt: skip
+            yield cells
 
 
-def _seconds(way: dict[str, Any]) -> str:
-    return f"{way['seconds']:.2f} s"
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s"
 
 
-HEAD = "model | asked | original | exact | over original | over the best peer | int8 | over the best int8 peer"
+HEAD = "model | asked | original | bare products | exact | over the original | best peer | over it"
+HEAD8 = "model | asked | original | int8 | over the original | best peer in 8 bits | over it"
 
 
 def tables(result: dict[str, Any]) -> str:
     """The numbers in Markdown."""
-    machine = result["conditions"]
-    commits = sorted({f"{one['commit']} ({one['date']})" for one in result["shapes"].values()})
-    least = min(case["rounds"] for one in result["shapes"].values() for case in one["cases"].values())
+    machine, shapes = result["conditions"], result["shapes"]
+    commits = sorted({f"{one['commit']}, {one['date']}" for one in shapes.values()})
+    rounds = {case["rounds"] for one in shapes.values() for case in one["cases"].values()}
     lines = [
         f"{machine['cpu']}, {', '.join(machine['features'])}; one thread, bfloat16, time of the processor, medians of "
-        f"{counted(least, 'round')} or more; commit {', '.join(commits)}:", "",
-        *table(HEAD, [row_of(name, case, found) for name, one in result["shapes"].items()
-                      for case, found in one["cases"].items()]),
-        "Answers beside those of the original (bfloat16): the lowest cosine; of tags the share of equal texts:",
-        "",
-        *table("model | answers", [[SHAPES[name].title, "; ".join(_alike(one))] for name, one in
-                                   result["shapes"].items()]),
+        f"{counted(min(rounds), 'round')} or more; commit {'; '.join(commits)}:", "",
+        *table(HEAD, rows_of(result, False)), *table(HEAD8, rows_of(result, True)),
+        "Answers beside those of the original (bfloat16): the lowest cosine; of tags the share of equal texts:", "",
+        *table("model | answers", [[SHAPES[name].title, "; ".join(_alike(one))] for name, one in shapes.items()]),
     ]  # fmt: skip
+    if "budget" in result:
+        lines += [*_budget(result["budget"]), ""]
     if "prefix" in result:
         lines += ["Equal prefixes of the Qwen3-0.6B shape:", "", bench_prefix.table(result["prefix"]), ""]
-    left = [f"* {SHAPES[name].title}: {title}: {why}" for name, one in result["shapes"].items()
+    left = [f"* {SHAPES[name].title}, {title}: {why}" for name, one in shapes.items()
             for title, why in one["left_out"].items()]  # fmt: skip
     return "\n".join([*lines, *(["Left out:", "", *left] if left else [])])
+
+
+def _budget(one: dict[str, Any]) -> list[str]:
+    ratios = (f"{one['over exact'][part]:.2f}" for part in ("first half", "second half"))
+    cells = [str(one["forms"]), f"{100 * (one['reused'] + one['repeated']) / one['forms']:.1f} %",
+             f"{one['share_computed']:.2f}", *ratios, f"{100 * one['changed']:.2f} %", str(one["state"])]  # fmt: skip
+    return [f"minilm-pii with `budget=0.01, linear=\"exact\"`, {TEXTS} forms at once, what the guard does beside "
+            f"requests included (commit {one['commit']}):", "",
+            *table("forms | reused or repeated | rows computed | speed, exact = 1: first half | second half | changed "
+                   "| guard", [cells])[:-1]]  # fmt: skip
 
 
 def _alike(one: dict[str, Any]) -> list[str]:
@@ -239,7 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("shape", nargs="*", choices=[*SHAPES, "prefix", []], metavar="SHAPE")
+    parser.add_argument("shape", nargs="*", choices=[*SHAPES, *EXTRAS, []], metavar="SHAPE")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model with equal prefixes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", default=",".join(ROUTES))
@@ -249,9 +328,17 @@ def main() -> None:
     args = parser.parse_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {"shapes": {}}
     with tempfile.TemporaryDirectory() as other:
-        for name in [] if args.only_page else args.shape or [*SHAPES, "prefix"]:
-            if name == "prefix":
-                result["prefix"] = prefixes(args.layers, args.rounds)
+        for name in [] if args.only_page else args.shape or [*SHAPES, *EXTRAS]:
+            if name in EXTRAS:
+                if name == "prefix":
+                    result["prefix"] = prefixes(args.layers, args.rounds)
+                elif name == "budget":
+                    result["budget"] = budgeted(args.shared, (args.work or Path(other)) / "tagger")
+                else:
+                    for shape, one in result["shapes"].items():
+                        for case in one["cases"].values():
+                            bare = Process(multiply, shape, (args.work or Path(other)) / shape, case["tokens"])
+                            case["products"] = bare.hear()
                 args.output.write_text(json.dumps(result, indent=1) + "\n")
                 continue
             begun, folder = measured_at(), (args.work or Path(other)) / name

@@ -6,6 +6,7 @@ Each way is made ready in the process that answers, from a folder with the weigh
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutput
 
 from attmemo import memoize
+from attmemo.guard.answers import Answers
 from attmemo.profiler.models import LoadedModel, Tokens, pool
 from attmemo.profiler.peers import llama, runtimes
 
@@ -145,19 +147,50 @@ def write(name: str, folder: Path) -> None:
     torch.save(SHAPES[name].make().to(torch.bfloat16).state_dict(), folder / "weights.pt")
 
 
+def padded(texts: Texts) -> dict[str, Tensor]:
+    """Inputs ``[B, L]``, padded at the end."""
+    ids, mask = torch.zeros(2, len(texts), max(map(len, texts)), dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text.ids), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def asked(name: str, call: Callable[..., Any]) -> Way:
     """The answers of a model's call: embeddings of unit length, or a tag of each token and of no padding."""
 
     def way(texts: Texts) -> Tensor:
-        ids, mask = torch.zeros(2, len(texts), max(map(len, texts)), dtype=torch.long)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text.ids), 1
-        found = call(input_ids=ids, attention_mask=mask).last_hidden_state
+        inputs = padded(texts)
+        found, mask = call(**inputs).last_hidden_state, inputs["attention_mask"]
         if SHAPES[name].pooling == "tags":
             return torch.where(mask.bool(), found.argmax(-1), -1)
         return nn.functional.normalize(pool(found, mask, SHAPES[name].pooling), dim=-1)
 
     return way
+
+
+def spans(folder: Path, **options: Any) -> tuple[Callable[[Texts], list[int]], Any]:
+    """Numbers that stand for the spans of texts, of the memoized tagger, and its handle."""
+    model = hf.AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    reader = Answers("spans", 1.0)
+    reader.meet(model, hf.AutoTokenizer.from_pretrained(folder))
+    memoize(model, **options)
+
+    def way(texts: Texts) -> list[int]:
+        inputs = padded(texts)
+        return reader.read(model(**inputs), reader.mask_in(inputs)).values.tolist()  # type: ignore[no-any-return]
+
+    return way, model.attmemo
+
+
+def linear_layers(name: str, folder: Path, tokens: int) -> float:
+    """Processor seconds of the bare products of so many tokens with every linear layer, by torch in bfloat16."""
+    model, rows, found = Bare(name, folder, torch.bfloat16), dict[int, Tensor](), 0.0
+    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+        given = rows.setdefault(layer.in_features, torch.randn(tokens, layer.in_features).bfloat16())
+        start = time.process_time()
+        layer(given)
+        found += time.process_time() - start
+    return found
 
 
 def by_length(way: Way) -> Way:

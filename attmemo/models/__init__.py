@@ -107,16 +107,16 @@ def _is_transformer(model: Any) -> bool:
     return hasattr(model, "config") and hasattr(model, "base_model") and isinstance(model, nn.Module)
 
 
-def _held(model: Any) -> nn.Module:
+def _held(model: nn.Module) -> nn.Module:
     """A transformers model; or the one of another kind that it holds, where it is of no family itself (GLiNER2)."""
-    models = [part for part in model.modules() if _is_transformer(part)]
-    others = [part for part in models if type(part.config) is not type(model.config)]
+    kind = type(model.config)
+    others = [part for part in model.modules() if _is_transformer(part) and type(part.config) is not kind]
     if others and set(others) <= set(others[0].modules()):
         try:
             adapter_for(model)
         except UnsupportedModelError:
             return others[0]
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _inside(model: nn.Module) -> dict[str, nn.Module]:
