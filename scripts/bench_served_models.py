@@ -38,12 +38,12 @@ from served_models import (
     convert,
     forms,
     linear_layers,
-    random_texts,
     spans,
     write,
 )  # fmt: skip
 from torch import Tensor
 
+from attmemo.profiler.models import Tokens
 from attmemo.system.machine import conditions
 from attmemo.wording import counted
 
@@ -84,7 +84,7 @@ def tag(pipe: Connection, options: dict[str, Any], folder: Path) -> None:
     torch.set_num_threads(1)
     with torch.inference_mode():
         way, handle = spans(folder, **options)
-        way(random_texts([12, 30]))
+        way([Tokens(0, list(range(1000, 1020)), None)])
         handle.reset_stats()
         pipe.send(None)
         before = time.process_time()
