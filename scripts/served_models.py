@@ -287,7 +287,9 @@ ROUTES = {
     "llama-bf16": Route("llama.cpp bf16", partial(_llama, "BF16.gguf"), ("BF16.gguf",)),
     "llama-f16": Route("llama.cpp f16", partial(_llama, "F16.gguf"), ("F16.gguf",)),
     "attmemo-8": Route("attmemo int8", partial(_memoized, linear="int8"), side="own", bits8=True),
-    "openvino-8": Route("OpenVINO int8", partial(_openvino, _XML8, "bf16"), (_XML, _XML8), bits8=True, padded=True),
+    "openvino-8": Route(
+        "OpenVINO int8 weights", partial(_openvino, _XML8, "bf16"), (_XML, _XML8), bits8=True, padded=True
+    ),
     "onnx-8": Route("ONNX Runtime int8", partial(_onnx, _ONNX8), (_ONNX, _ONNX8), bits8=True, padded=True),
     "llama-8": Route("llama.cpp Q8_0", partial(_llama, "Q8_0.gguf"), ("Q8_0.gguf",), bits8=True),
 }
