@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="a folder that keeps weights and converted models")
     parser.add_argument("--page", type=Path, help="put the tables into this page")
     parser.add_argument("--only-page", action="store_true", help="measure nothing")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {"shapes": {}}
     with tempfile.TemporaryDirectory() as other:
         for name in [] if args.only_page else args.shape or [*SHAPES, *EXTRAS]:
