@@ -65,7 +65,7 @@ def encoder_of(model: Any) -> nn.Module:
         hint = f"load it first: SentenceTransformer({str(model)!r}), or AutoModel.from_pretrained({str(model)!r})"
         raise UnsupportedModelError(f"{str(model)!r} is a name, not a model.", hint)
     if _is_transformer(model):
-        return model  # type: ignore[no-any-return]
+        return _held(model)
     parts = _parts(model)
     for part in parts:
         if hasattr(part, "config") and (_is_transformer(part) or not _inside(part)):
@@ -105,6 +105,18 @@ def _parts(model: Any) -> list[nn.Module]:
 
 def _is_transformer(model: Any) -> bool:
     return hasattr(model, "config") and hasattr(model, "base_model") and isinstance(model, nn.Module)
+
+
+def _held(model: nn.Module) -> nn.Module:
+    """A transformers model; or the one of another kind that it holds, where it is of no family itself (GLiNER2)."""
+    kind = type(model.config)
+    others = [part for part in model.modules() if _is_transformer(part) and type(part.config) is not kind]
+    if others and set(others) <= set(others[0].modules()):
+        try:
+            adapter_for(model)
+        except UnsupportedModelError:
+            return others[0]
+    return model
 
 
 def _inside(model: nn.Module) -> dict[str, nn.Module]:

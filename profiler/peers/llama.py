@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from attmemo.errors import UnsupportedModelError
 from attmemo.profiler.models import LoadedModel, Tokens
 
-FAMILIES: Final = {"bert": "BERT", "modernbert": "MODERN_BERT", "qwen3": "QWEN3"}
+FAMILIES: Final = {
+    "bert": "BERT", "modernbert": "MODERN_BERT", "qwen3": "QWEN3", "eurobert": "EUROBERT",
+    "gemma3_text": "GEMMA_EMBEDDING",
+}  # fmt: skip
 """Model types of transformers, and the names that gguf has for them."""
 _LEAST: Final = 128  # tokens that are computed at once: each attends to all of them, masked, so 512 take longer
 _BLOCK: Final = 32  # numbers that have one scale in Q8_0
 
 
 def write_gguf(loaded: LoadedModel, file: Path, kind: str) -> None:
-    """Write an embedder or a language model in float32 as GGUF, its matrices as `kind`: ``"F16"`` or ``"Q8_0"``.
+    """Write an embedder or a language model in float32 as GGUF; its matrices are ``"F16"``, ``"BF16"`` or ``"Q8_0"``.
 
     UnsupportedModelError: llama.cpp, or this file, does not know the family.
     """
@@ -43,7 +46,8 @@ def write_gguf(loaded: LoadedModel, file: Path, kind: str) -> None:
         if name is None or (name == "output.weight" and config.tie_word_embeddings):
             continue  # a pooler, which no embedding is made of; a head that is the embedding
         matrix = weight.ndim == 2 and weight.shape[1] % _BLOCK == 0 and "position" not in key and "type" not in key
-        numbers, form = weight.float().numpy(), chosen if matrix else plain
+        one = float(config.model_type == "gemma3_text" and "norm" in key)  # its norms multiply by 1 + w
+        numbers, form = (weight.float() + one).numpy(), chosen if matrix else plain
         writer.add_tensor(name, gguf.quants.quantize(numbers, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -64,14 +68,19 @@ def _shape(writer: Any, gguf: Any, loaded: LoadedModel) -> None:
     if loaded.kind != "language-model":
         poolings = {"mean": "MEAN", "cls": "CLS", "lasttoken": "LAST"}
         writer.add_pooling_type(gguf.PoolingType[poolings[str(loaded.pooling)]])
-    if config.model_type == "qwen3":
+    if config.model_type != "qwen3":
+        writer.add_causal_attention(False)
+    if hasattr(config, "rms_norm_eps"):
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        rope = config.rope_parameters
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+        if "sliding_attention" in rope:
+            writer.add_sliding_window(config.sliding_window)
+            writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         return
-    writer.add_causal_attention(False)
     if config.model_type == "bert":
         writer.add_layer_norm_eps(config.layer_norm_eps)
         writer.add_token_type_count(config.type_vocab_size)

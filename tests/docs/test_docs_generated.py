@@ -99,6 +99,12 @@ def test_the_tables_of_local_encoders_are_those_of_their_json(script: Scripts) -
     assert text.split() == bench.table(measured("local.json")).split()
 
 
+def test_the_tables_of_served_models_are_those_of_their_json(script: Scripts) -> None:
+    marked, bench = script("marked"), script("bench_served_models")
+    text = page("served-models.md").split(marked.BEGIN)[1].split(marked.END)[0]
+    assert text.split() == bench.tables(measured("served-models.json")).split()
+
+
 def test_every_variable_that_the_code_reads_is_on_the_page() -> None:
     files = [file for place in ("attmemo", "profiler", "native") for file in (REPOSITORY / place).rglob("*")]
     text = "".join(file.read_text("utf-8") for file in files if file.suffix in (".py", ".c", ".h"))

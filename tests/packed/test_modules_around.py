@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import DECODER
 from packed_models import NEAR, gap
 from torch import nn
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from attmemo import memoize
 
@@ -91,3 +94,24 @@ def test_a_vector_of_each_token_is_the_same_and_so_are_scores(tiny_bert: str) ->
     assert gap(*scores[:2]) <= NEAR
     assert 0.0 < gap(scores[2], scores[1]) <= 0.05
     assert all_packed(rounded)
+
+
+def test_a_reranker_that_is_a_decoder_gives_the_same_scores(tiny_bert: str, tmp_path: Path) -> None:
+    """`LogitScore`: the logits of two words behind the last token, padded on the left."""
+    pytest.importorskip("sentence_transformers.cross_encoder.modules", reason="this version has no such rerankers")
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    tokenizer.save_pretrained(tmp_path)
+    sizes = DECODER | {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=12)).save_pretrained(tmp_path)
+    decoder = Transformer(str(tmp_path), transformer_task="text-generation")
+    bare = sentence.CrossEncoder(modules=[decoder, LogitScore(5, 6)], device="cpu")
+    pairs = [(LINES[2], line) for line in LINES]
+    expected = torch.from_numpy(bare.predict(pairs))
+    for options in ({}, {"reuse": "prefix"}):
+        model = memoize(copy.deepcopy(bare), **options)
+        assert gap(torch.from_numpy(model.predict(pairs)), expected) <= NEAR
+        assert all_packed(model)

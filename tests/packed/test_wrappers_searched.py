@@ -46,6 +46,18 @@ class Two(nn.Module):
         self.queries, self.documents = (hf.BertModel(hf.BertConfig(**SIZES)) for _ in range(2))
 
 
+class Extractor(hf.PreTrainedModel):
+    """A model of its own kind around one of a known family, as those of GLiNER2."""
+
+    def __init__(self) -> None:
+        super().__init__(hf.PretrainedConfig())
+        torch.manual_seed(3)
+        self.encoder, self.head = hf.BertModel(hf.BertConfig(**SIZES)), nn.Linear(SIZES["hidden_size"], 5)
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return self.head(self.encoder(**inputs).last_hidden_state)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("wrapped", ["the module", "an object around it"])
 @pytest.mark.parametrize(("linear", "near"), [("exact", NEAR), ("int8", 0.2)])
 def test_three_heads_give_what_they_gave(wrapped: str, linear: Any, near: float) -> None:
@@ -80,6 +92,18 @@ def test_a_wrapper_of_several_models_is_refused_with_their_names() -> None:
     for model in (Two(), SimpleNamespace(model=Two())):
         with pytest.raises(UnsupportedModelError, match="holds 2 transformers models: queries, documents"):
             memoize(model)
+
+
+def test_a_transformers_model_of_its_own_kind_is_searched_as_any_wrapper_is(caplog: pytest.LogCaptureFixture) -> None:
+    bare = Extractor().eval()
+    model = memoize(copy.deepcopy(bare), budget=0.01)
+    with torch.inference_mode():
+        seen, expected = (one(**INPUTS)[INPUTS["attention_mask"].bool()] for one in (model, bare))
+    assert gap(seen, expected) <= NEAR
+    assert model.attmemo.stats()["sequences"] == 4
+    assert "Extractor makes answers of what its BertModel gives out: they are not known" in caplog.text
+    unmemoize(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 @pytest.fixture(name="setfit", scope="module")
@@ -136,3 +160,27 @@ def test_gliner_finds_the_entities_that_it_found(
         rounded.inference(LINES, names, threshold=bound)
     assert rounded.attmemo.stats()["sequences"] == len(LINES)
     assert rounded.attmemo.stats()["linear"] == "int8"
+
+
+@pytest.mark.parametrize("architecture", ["span", "boundary"])
+def test_gliner2_finds_the_entities_that_it_found(architecture: str, tiny_deberta: str) -> None:
+    library = pytest.importorskip("gliner2", reason="gliner2 is not installed")
+    torch.manual_seed(0)
+    kind = {"span": library.GLiNER2, "boundary": library.BoundaryExtractor}[architecture]
+    bare = kind(library.ExtractorConfig(model_name=tiny_deberta, architecture=architecture)).eval()
+    settings = {"threshold": 0.3, "include_confidence": True, "include_spans": True}
+
+    def found(model: Any) -> list[tuple[int, int, str, float]]:
+        texts = model.batch_extract_entities(LINES, ["person", "place"], **settings)
+        return [(one["start"], one["end"], label, pytest.approx(one["confidence"], abs=1e-4))
+                for text in texts for label, own in text["entities"].items() for one in own]  # fmt: skip
+
+    expected = found(bare)
+    assert expected
+    model = memoize(copy.deepcopy(bare))
+    assert found(model) == expected
+    assert model.attmemo.stats()["sequences"] == len(LINES)
+    assert not model.attmemo.stats()["ineligible"]
+    rounded = memoize(copy.deepcopy(bare), linear="int8")
+    assert found(rounded)
+    assert rounded.attmemo.stats()["sequences"] == len(LINES)
