@@ -19,7 +19,8 @@ python scripts/bench_fastseq.py --types --shape bart-large --length 128 --new 32
 `--types` measures types instead, docs/fastseq-types.{json,md}: stock and `fastseq.accelerate` in float32, bfloat16 and
 8 bits, and CTranslate2 in those that it has for such a processor; for Qwen3's shape also llama.cpp (`--only`, `--beams
 1`), which wants the packages `gguf` and `llama-cpp-python`. Each runs in a process of its own, in turns; it runs
-greedy with one line, and beams with `--batch` lines, each once for a few tokens, and then for all, which counts.
+greedy with one line, and beams with `--batch` lines, each once with one line for a few tokens, and then whole, which
+counts.
 """
 
 from __future__ import annotations
@@ -422,7 +423,7 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 tokens = model.generate(**given, **settings, max_new_tokens=new, min_new_tokens=new)[:, prompt:]
                 return list(tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
-        generate(lines, 3)
+        generate(lines[:1], 3)
         start, before = time.perf_counter(), time.process_time()
         texts = generate(lines, new)
         spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - before}
@@ -476,6 +477,10 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     facts = conditions(options) | made_of() | {"load": [before, os.getloadavg()[0]]}
     rows = []
     for setting, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
+
+        def spent(kind: str, setting: str = setting) -> dict[str, list[float]]:
+            return {name: [run[setting][kind] for run in some] for name, some in runs.items()}
+
         expected = next(iter(runs.values()))[0][setting]["texts"]
         rows.append(
             facts
@@ -486,9 +491,10 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
                 "beams": beams,
                 "batch": batch,
                 "rounds_each": options.rounds,
-                "seconds": {name: min(run[setting]["seconds"] for run in some) for name, some in runs.items()},
-                "cpu_seconds": {name: min(run[setting]["cpu_seconds"] for run in some) for name, some in runs.items()},
-                "rounds": {name: [run[setting]["seconds"] for run in some] for name, some in runs.items()},
+                "seconds": {name: statistics.median(values) for name, values in spent("seconds").items()},
+                "cpu_seconds": {name: statistics.median(values) for name, values in spent("cpu_seconds").items()},
+                "rounds": spent("seconds"),
+                "cpu_rounds": spent("cpu_seconds"),
                 "same": {
                     name: sum(one == other for one, other in zip(some[0][setting]["texts"], expected, strict=True))
                     for name, some in runs.items()
@@ -550,7 +556,7 @@ def table_of_types(record: dict[str, Any]) -> str:
     lines = [
         "# fastseq: types measured",
         "",
-        "From text to text, the least of the rounds, the encoder or the prompt included. Every type runs in a process "
+        "From text to text, medians of the rounds, the encoder or the prompt included. Every type runs in a process "
         "of its own, in\nturns. Equal texts: to those of the first type. Random weights; with beams, n-gram 3.",
         "",
         "Where the load is above the number of cores, the machine was busy with other work: CPU seconds say more "
