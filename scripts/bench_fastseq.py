@@ -17,10 +17,10 @@ get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, 
 python scripts/bench_fastseq.py --types --shape bart-large --length 128 --new 32 --rounds 2
 
 `--types` measures types instead, docs/fastseq-types.{json,md}: stock and `fastseq.accelerate` in float32, bfloat16 and
-8 bits, and CTranslate2 in those that it has for such a processor; for Qwen3's shape also llama.cpp (`--only`, `--beams
-1`), which wants the packages `gguf` and `llama-cpp-python`. Each runs in a process of its own, in turns; it runs
-greedy with one line, and beams with `--batch` lines, each once with one line for a few tokens, and then whole, which
-counts.
+8 bits, and CTranslate2 in those that it has for such a processor; for Qwen3's shape also llama.cpp and OpenVINO
+(`--only`, `--beams 1`), which want the packages `gguf` and `llama-cpp-python`, and `openvino` and `optimum-intel`.
+Each runs in a process of its own, in turns: greedy with one line, and beams with `--batch` lines, each once with one
+line for a few tokens, and then whole, which counts.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ TYPES = {  # name: engine, dtype, weights
     "bfloat16, int8": ("fastseq", "bfloat16", "int8"),
     "CTranslate2 float32": ("ctranslate2", "float32", None),
     "CTranslate2 int8": ("ctranslate2", "int8", None),
-    "llama.cpp Q8_0": ("llama.cpp", "Q8_0", None),  # greedy alone, of Qwen3 alone
+    "llama.cpp Q8_0": ("llama.cpp", "Q8_0", None),
+    "OpenVINO int8": ("openvino", "int8", None),
 }
+DECODERS_ALONE = ("llama.cpp Q8_0", "OpenVINO int8")  # greedy alone, of Qwen3 alone
 RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "no cache", "ctranslate2")
 
 
@@ -414,6 +416,10 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             from llama_peer import LlamaPeer
 
             generate = LlamaPeer(folder, new, length, batch, options.threads)  # type: ignore[assignment]
+        elif engine == "openvino":
+            from openvino_peer import OpenVINOPeer
+
+            generate = OpenVINOPeer(folder, options.threads)  # type: ignore[assignment]
         else:
             settings = {"num_beams": beams, "no_repeat_ngram_size": ngrams, "do_sample": False}
 
@@ -457,7 +463,7 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     config = fresh.config
     make_tokenizer(config).save_pretrained(folder)
     del fresh
-    usual = [name for name in TYPES if name != "llama.cpp Q8_0"]
+    usual = [name for name in TYPES if name not in DECODERS_ALONE]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or usual}
     before = os.getloadavg()[0]
     names = list(runs)
@@ -508,9 +514,8 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 
 def made_of() -> dict[str, Any]:
     """Commit, date, and versions of what is compared with."""
-    peers = {name: _version(package) for name, package in
-             (("ctranslate2", "ctranslate2"), ("llama.cpp", "llama-cpp-python"))}  # fmt: skip
-    return measured_at() | peers
+    packages = {"ctranslate2": "ctranslate2", "llama.cpp": "llama-cpp-python", "openvino": "openvino"}
+    return measured_at() | {name: _version(package) for name, package in packages.items()}
 
 
 def _version(package: str) -> str | None:
@@ -529,8 +534,8 @@ def summary_of_types(rows: list[dict[str, Any]]) -> list[str]:
     """Float32 against float32, and the fastest type against the fastest of each peer, in CPU seconds."""
     lines = [
         "| shape | source | new | beams | texts | float32 over CTranslate2's | fastest type "
-        "| over CTranslate2's fastest | over llama.cpp | over stock float32 |",
-        "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|",
+        "| over CTranslate2's fastest | over llama.cpp | over OpenVINO | over stock float32 |",
+        "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|",
     ]
     for row in rows:
         spent = row["cpu_seconds"]
@@ -544,7 +549,7 @@ def summary_of_types(rows: list[dict[str, Any]]) -> list[str]:
             row["shape"], f"{row['length']:,}", row["new"], row["beams"], row["batch"],
             over(spent.get("CTranslate2 float32"), spent.get("float32")), own[1],
             over(min(peers, default=None), own[0]), over(spent.get("llama.cpp Q8_0"), own[0]),
-            over(spent.get("stock float32"), own[0]),
+            over(spent.get("OpenVINO int8"), own[0]), over(spent.get("stock float32"), own[0]),
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
