@@ -17,10 +17,10 @@ get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, 
 python scripts/bench_fastseq.py --types --shape bart-large --length 128 --new 32 --rounds 2
 
 `--types` measures types instead, docs/fastseq-types.{json,md}: stock and `fastseq.accelerate` in float32, bfloat16 and
-8 bits, and CTranslate2 in those that it has for such a processor; for Qwen3's shape also llama.cpp and OpenVINO
-(`--only`, `--beams 1`), which want the packages `gguf` and `llama-cpp-python`, and `openvino` and `optimum-intel`.
-Each runs in a process of its own, in turns: greedy with one line, and beams with `--batch` lines, each once with one
-line for a few tokens, and then whole, which counts.
+8 bits, and CTranslate2 in those that it has for such a processor; with `--only` also what `wrap` gives; for Qwen3's
+shape also llama.cpp and OpenVINO (`--beams 1`), which want the packages `gguf` and `llama-cpp-python`, and `openvino`
+and `optimum-intel`. Each runs in a process of its own, in turns: greedy with one line, and beams with `--batch` lines,
+each once with one line for a few tokens, and then whole, which counts.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 TYPES = {  # name: engine, dtype, weights
     "stock float32": ("stock", "float32", None),
     "stock bfloat16": ("stock", "bfloat16", None),
+    "shared float32": ("shared", "float32", None),  # what `wrap` gives with this `attention`
+    "shared bfloat16": ("shared", "bfloat16", None),
+    "EL float32": ("el", "float32", None),
+    "EL bfloat16": ("el", "bfloat16", None),
     "float32": ("fastseq", "float32", None),
     "bfloat16": ("fastseq", "bfloat16", None),
     "int8": ("fastseq", "float32", "int8"),
@@ -78,7 +82,7 @@ TYPES = {  # name: engine, dtype, weights
     "llama.cpp Q8_0": ("llama.cpp", "Q8_0", None),
     "OpenVINO int8": ("openvino", "int8", None),
 }
-DECODERS_ALONE = ("llama.cpp Q8_0", "OpenVINO int8")  # greedy alone, of Qwen3 alone
+ON_REQUEST = {"shared", "el", "llama.cpp", "openvino"}  # the last two: greedy alone, of Qwen3 alone
 RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "no cache", "ctranslate2")
 
 
@@ -394,11 +398,13 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model: Any = None
     found: dict[str, Any] = {"packed_bytes": None}
-    if engine in ("stock", "fastseq"):
+    if engine in ("stock", "shared", "el", "fastseq"):
         model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         if engine == "fastseq":
             model = fastseq.accelerate(model, weights=weights)
             found["packed_bytes"] = model.packed_bytes
+        elif engine != "stock":
+            model = fastseq.wrap(model, attention=engine)
     new, length = options.new[0], options.length[0]
     for name, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
         lines = lines_of(config.vocab_size, batch, length)
@@ -463,7 +469,7 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     config = fresh.config
     make_tokenizer(config).save_pretrained(folder)
     del fresh
-    usual = [name for name in TYPES if name not in DECODERS_ALONE]
+    usual = [name for name, (engine, *_) in TYPES.items() if engine not in ON_REQUEST]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or usual}
     before = os.getloadavg()[0]
     names = list(runs)
