@@ -341,8 +341,8 @@ class DecoderStack:
         ):
             raise ValueError("shared keys do not fit samples and blocks")
         ways, found = self._ways(hidden)
-        parts = [part * self.width for part in (self.heads, self.key_heads, self.key_heads)]
-        queries, keys, values = ways[1].split(parts, 1)
+        first, second = self.heads * self.width, (self.heads + self.key_heads) * self.width
+        queries, keys, values = ways[1][:, :first], ways[1][:, first:second], ways[1][:, second:]
         starts = np.array([0, *accumulate(lengths)], np.int64)
         call = Attend(
             queries, keys, values, self.heads, Layout(starts, starts), scale=self.scale, out=ways[2], table=bias,
