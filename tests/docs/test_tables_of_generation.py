@@ -56,24 +56,6 @@ def steps() -> Iterator[Row]:
         yield [""], [ratio[rung]]
 
 
-def over_ctranslate2() -> Iterator[Row]:
-    """Times as fast, in CPU seconds; the newest row that has both sides."""
-    rows = measured("fastseq-types.json")["rows"]
-    kinds = {"float32": ("float32",), "rounded": ("bfloat16", "int8", "bfloat16, int8")}
-    for length in (128, 1024):
-        for label, own in kinds.items():
-            peer = "CTranslate2 float32" if label == "float32" else "CTranslate2 int8"
-            found = {
-                (row["shape"], row["beams"]): row["cpu_seconds"][peer] / min(map(row["cpu_seconds"].get, types))
-                for row in rows
-                if (types := [name for name in own if name in row["cpu_seconds"]]) and peer in row["cpu_seconds"]
-                if row["length"] == length
-            }
-            shapes = ("bart-large", "t5-base", "marian-base", "gpt2-medium")
-            places = [(shape, beams) for shape in shapes for beams in (1, 4)]
-            yield [f"{length:,}, {label}"], [found[place] for place in places if place in found]
-
-
 def on_a_gpu() -> Iterator[Row]:
     for name, length, *_ in table_rows(page("fastseq-measured.md"), "**On a GPU**"):
         row = setting("fastseq-gpu.json", SHAPES[name], count(length), lines=32)
@@ -102,7 +84,6 @@ TABLES: list[tuple[str, str, Iterator[Row]]] = [
     ("attention-op.md", "## On a GPU", attention()),
     ("attention-op.md", "## Exactness", exactness()),
     ("fastseq.md", "## At a glance", glance()),
-    ("fastseq.md", "| source tokens | BART-large", over_ctranslate2()),
     ("fastseq-measured.md", "## When it pays", settings()),
     ("fastseq-measured.md", "| step | speed |", steps()),
     ("fastseq-measured.md", "**On a GPU**", on_a_gpu()),
