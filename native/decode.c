@@ -2,7 +2,8 @@
  * decode.c: all layers of a decoder or an encoder, for some rows, in one call.   Module attmemo.kernels._decode.
  *
  * A step of a decoder is some dozens of calls a layer in torch, each of a few microseconds of work where rows are few. Here it
- * is one call. Linear layers and norms are those of linear.c (see linear_face.h), attention is decode_kernel.h's.
+ * is one call. Linear layers and norms are those of linear.c (see linear_face.h), attention is decode_kernel.h's; that of
+ * prompts and sources is row_attention.c's (see attention_face.h).
  *
  * THE LIMIT of few rows is reading all weights once, and all keys and values.
  *
@@ -29,6 +30,7 @@
 #include <string.h>
 
 #include "arrays.h"
+#include "attention_face.h"
 #include "decode.h"
 #include "linear_face.h"
 #include "module.h"
@@ -36,7 +38,7 @@
 #include "team.h"
 
 enum { QKV, OUT, CROSS_Q, CROSS_OUT, UP, DOWN, LAYERS };
-enum { FEWEST = 3, ROOM = 64, TOGETHER = 32, MOST_THREADS = 1024, MOST_KEYS = 1 << 24, MOST_ROWS = 1 << 20 };
+enum { FEWEST = 3, ROOM = 64, MOST_THREADS = 1024, MOST_KEYS = 1 << 24, MOST_ROWS = 1 << 20 };
 
 static const DecodeKernel *const kernels[] = { /* best first */
 #if defined(__x86_64__)
@@ -79,7 +81,7 @@ typedef struct {
     const int32_t *table;
     size_t span, length, slots; /* span: of a line of the table; length: own keys before this step */
     bool chained;               /* rows of a sample are tokens that follow each other */
-    bool reads, causal;         /* all tokens of samples are read; a token sees those before it, or all */
+    const RowCall *call;        /* all tokens of samples are read: from `projected` to `context`; or NULL */
     size_t *begins;             /* of each sample that is read its first row */
     const int32_t *positions;
     const float *cosine, *sine;
@@ -106,6 +108,7 @@ typedef struct {
 #define DECODER "attmemo.kernels._decode.decoder"
 
 static const LinearFace *linear;
+static const AttentionFace *attention;
 
 static void release_decoder(Decoder *decoder)
 {
@@ -339,69 +342,40 @@ static void attend_some(void *argument)
     }
 }
 
-/* The tokens of samples see each other: TOGETHER of them at a time. Keys and values go to where shared ones lie. */
-static void attend_read(void *argument)
+/* Keys and values of tokens that are read go to where shared ones lie. */
+static void store_read(void *argument)
 {
     Job *job = argument;
     const Step *step = job->step;
     const Decoder *decoder = step->decoder;
-    char *scratch = step->scratch + atomic_fetch_add(&job->threads, 1) * step->scratch_bytes;
-    Run *own = (Run *)(scratch + step->floats * sizeof(float));
-    const Run **runs = (const Run **)(own + TOGETHER);
-    size_t *counts = (size_t *)(runs + TOGETHER);
-    const size_t bytes = decoder->width * decoder->item, line = (decoder->queries + 2 * decoder->keys) * bytes;
-    const size_t group = decoder->queries / decoder->keys, tasks = step->samples * decoder->keys;
+    const size_t tasks = step->samples * decoder->keys, next = decoder->padded * decoder->item;
     for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < tasks;) {
         const size_t sample = task / decoder->keys, head = task % decoder->keys, place = job->layer * step->samples + sample;
-        const size_t count = (size_t)step->lengths[sample], next = decoder->padded * decoder->item;
+        const size_t count = (size_t)step->lengths[sample], row = step->begins[sample];
         char *keys = (char *)(uintptr_t)step->keys[place] + head * count * next;
         char *values = (char *)(uintptr_t)step->values[place] + head * count * next;
         for (size_t i = 0; i < count; i++) {
-            store(step, false, step->begins[sample] + i, head, keys + i * next);
-            store(step, true, step->begins[sample] + i, head, values + i * next);
-        }
-        for (size_t first = 0; first < count; first += TOGETHER) {
-            const size_t rows = count - first < TOGETHER ? count - first : TOGETHER, row = step->begins[sample] + first;
-            for (size_t i = 0; i < rows; i++) {
-                own[i] = (Run){keys + first * next, values + first * next, i + 1};
-                runs[i] = &own[i];
-                counts[i] = step->causal;
-            }
-            Attending attending = {.type = decoder->links[0].layers[QKV].type,
-                                   .width = decoder->width,
-                                   .padded = decoder->padded,
-                                   .root = decoder->root,
-                                   .rows = rows,
-                                   .group = group,
-                                   .query = step->projected + row * line + head * group * bytes,
-                                   .query_line = line,
-                                   .out = step->context + (row * decoder->queries + head * group) * bytes,
-                                   .out_line = decoder->queries * bytes,
-                                   .shared = {keys, values, step->causal ? first : count},
-                                   .own = runs,
-                                   .runs = counts,
-                                   .count = step->causal,
-                                   .grows = step->causal,
-                                   .slides = true};
-            if (step->bias)
-                attending.bias = step->bias + head * step->bias_line + step->bias_line / 2 - first;
-            decoder->attention->attend(&attending, (float *)scratch);
+            store(step, false, row + i, head, keys + i * next);
+            store(step, true, row + i, head, values + i * next);
         }
     }
 }
 
-static void attend(const Step *step, size_t layer, bool own, bool shared)
+/* False: there is no memory. */
+static bool attend(const Step *step, size_t layer, bool own, bool shared)
 {
     Job job = {.step = step, .layer = layer, .own = own, .shared = shared};
     const size_t tasks = step->samples * step->decoder->keys;
-    share(step->reads ? attend_read : attend_some, &job, step->threads < tasks ? step->threads : tasks);
+    if (!step->call || step->keys)
+        share(step->call ? store_read : attend_some, &job, step->threads < tasks ? step->threads : tasks);
+    return !step->call || attention->run(step->call);
 }
 
 /* Where the own keys of each row lie, this step's among them; of samples that are read, where their rows begin. */
 static void find_places(const Step *step)
 {
-    if (step->reads) {
-        for (size_t sample = 0, row = 0; sample < step->samples; row += (size_t)step->lengths[sample++])
+    if (step->call) {
+        for (size_t sample = 0, row = 0; step->keys && sample < step->samples; row += (size_t)step->lengths[sample++])
             step->begins[sample] = row;
         return;
     }
@@ -469,16 +443,14 @@ static bool run_layers(const Step *step)
     for (size_t i = 0; i < decoder->count; i++) {
         if (!pass(step, i, QKV, read, NULL, step->projected))
             return false;
-        attend(step, i, true, !decoder->crosses && step->keys);
-        if (!pass(step, i, OUT, step->context, rows, mixed))
+        if (!attend(step, i, true, !decoder->crosses && step->keys) || !pass(step, i, OUT, step->context, rows, mixed))
             return false;
         const char *feed = after(step, i, OUT, mixed);
         const char *residual = mixed;
         if (decoder->crosses) {
             if (!pass(step, i, CROSS_Q, feed, NULL, step->projected))
                 return false;
-            attend(step, i, false, true);
-            if (!pass(step, i, CROSS_OUT, step->context, mixed, other))
+            if (!attend(step, i, false, true) || !pass(step, i, CROSS_OUT, step->context, mixed, other))
                 return false;
             feed = after(step, i, CROSS_OUT, other);
             residual = other;
@@ -495,16 +467,18 @@ static char *take_memory(Step *step)
 {
     const Decoder *decoder = step->decoder;
     const size_t tasks = step->samples * decoder->keys, group = decoder->queries / decoder->keys;
-    const size_t keys = step->reads ? TOGETHER : most_keys(step), together = step->reads ? TOGETHER : step->beams;
+    const size_t keys = most_keys(step);
     size_t longest = 0;
     for (size_t i = 0; step->lengths && i < step->samples; i++)
         longest = (size_t)step->lengths[i] > longest ? (size_t)step->lengths[i] : longest;
-    step->floats = round_to(scratch_floats(together * group, decoder->padded, keys + longest), PART);
-    step->scratch_bytes = round_to(step->floats * sizeof(float) + together * (step->reads ? 1 : keys) * sizeof(Run) +
-                                       together * (sizeof(Run *) + sizeof(size_t)),
+    step->floats = round_to(scratch_floats(step->beams * group, decoder->padded, keys + longest), PART);
+    step->scratch_bytes = round_to(step->floats * sizeof(float) + step->beams * keys * sizeof(Run) +
+                                       step->beams * (sizeof(Run *) + sizeof(size_t)),
                                    LINE);
+    if (step->call)
+        step->scratch_bytes = 0;
     const size_t threads = step->threads < tasks ? step->threads : tasks;
-    const size_t stretches = step->reads ? 0 : round_to(step->rows * keys * sizeof(Stretch), LINE);
+    const size_t stretches = step->call ? 0 : round_to(step->rows * keys * sizeof(Stretch), LINE);
     void *memory;
     if (posix_memalign(&memory, LINE, stretches + (step->rows + 1) * sizeof(size_t) + LINE + threads * step->scratch_bytes))
         return NULL;
@@ -522,34 +496,30 @@ static const char *find_mismatch(const Step *step, const Py_buffer *chunks, cons
     const Decoder *decoder = step->decoder;
     const size_t places = decoder->count * step->samples * sizeof(uint64_t);
     const size_t lines = step->chained ? step->samples : step->rows;
-    if (step->reads && !step->keys)
-        return "there is no place for what is read";
-    if (step->reads && decoder->crosses)
+    if (step->call && decoder->crosses)
         return "decoders with cross-attention read no prompt";
-    if (!step->reads && (size_t)chunks->len / sizeof(uint64_t) * ROOM < most_keys(step))
+    if (!step->call && (size_t)chunks->len / sizeof(uint64_t) * ROOM < most_keys(step))
         return "there is no chunk for the new position";
-    if (!step->reads && ((size_t)table->len != lines * step->span * sizeof(int32_t) || step->span < step->length))
+    if (!step->call && ((size_t)table->len != lines * step->span * sizeof(int32_t) || step->span < step->length))
         return "the table does not fit the rows";
-    for (size_t row = 0; !step->reads && row < lines; row++)
+    for (size_t row = 0; !step->call && row < lines; row++)
         for (size_t i = 0; i < step->length; i++)
             if (step->table[row * step->span + i] < 0 || (size_t)step->table[row * step->span + i] >= step->slots)
                 return "the table names a slot that is not there";
     if (step->keys && ((size_t)keys->len != places || (size_t)values->len != places ||
                        (size_t)lengths->len != step->samples * sizeof(int64_t)))
         return "shared keys do not fit the samples";
-    size_t all = 0, longest = 0;
+    size_t all = 0;
     for (size_t i = 0; step->keys && i < step->samples; i++) {
         if (step->lengths[i] < 1 || step->lengths[i] > MOST_KEYS)
             return "a sample has no shared keys";
         all += (size_t)step->lengths[i];
-        longest = (size_t)step->lengths[i] > longest ? (size_t)step->lengths[i] : longest;
     }
-    if (step->reads && all != step->rows)
+    if (step->call && step->keys && all != step->rows)
         return "the rows are not those of the samples";
     if (decoder->crosses && !step->keys)
         return "there are no keys for cross-attention";
-    if (step->bias && (step->reads ? step->bias_line % 2 == 0 || step->bias_line / 2 + 1 < longest
-                                   : step->bias_line < most_keys(step)))
+    if (step->bias && step->bias_line < most_keys(step))
         return "there is no bias for a distance";
     if (decoder->turns) {
         if ((size_t)positions->len != step->rows * sizeof(int32_t) || step->half == 0 || 2 * step->half > decoder->width)
@@ -562,42 +532,45 @@ static const char *find_mismatch(const Step *step, const Py_buffer *chunks, cons
 }
 
 PyDoc_STRVAR(run_doc,
-             "run($module, decoder, rows, own, turns, bias, shared, ways, threads, /)\n--\n\n"
+             "run($module, decoder, rows, own, turns, bias, shared, ways, attend, threads, /)\n--\n\n"
              "Rows through all layers. rows: (how many, how many of them a sample has, how they go on). 0: each row is the next\n"
              "token of a text of its own. 1: those of a sample are tokens of one text that follow each other. 2: they are all\n"
-             "tokens of the samples; keys and values are written to `shared`, and a token sees those before it. 3: as 2, and\n"
-             "each sees all. own, empty for 2 and 3: (uint64 addresses of the chunks, int32 table [texts, span], span, keys so\n"
-             "far, slots of a chunk). turns: (int32 position of each row, address of the cosines, of the sines, angles of a\n"
-             "position, positions). bias: (address, numbers of a head), of the largest distance back first, or (0, 0); for 3,\n"
-             "of the largest distance ahead last. shared: (uint64 addresses of keys [layers, samples], of values, int64 keys\n"
-             "of each sample), or empty. ways: addresses of the hidden states, which the result takes the place of; of Q, K\n"
-             "and V; of what attention gives; of what the layer behind it gives, and that of cross-attention; of what lies\n"
-             "between the feed-forward layers; of rows that are normed. The caller vouches for the addresses.\n\n"
+             "tokens of the samples; keys and values are written to `shared`, if there is any. own, empty for 2: (uint64\n"
+             "addresses of the chunks, int32 table [texts, span], span, keys so far, slots of a chunk). turns: (int32 position of\n"
+             "each row, address of the cosines, of the sines, angles of a position, positions). bias: (address, numbers of a\n"
+             "head), of the largest distance back first, or (0, 0). shared: (uint64 addresses of keys [layers, samples], of\n"
+             "values, int64 keys of each sample), or empty. ways: addresses of the hidden states, which the result takes the\n"
+             "place of; of Q, K and V; of what attention gives; of what the layer behind it gives, and that of\n"
+             "cross-attention; of what lies between the feed-forward layers; of rows that are normed. attend: of 2, the\n"
+             "arguments of `attmemo.kernels._row_attention.attend`, from Q, K and V to what attention gives; else None. The\n"
+             "caller vouches for the addresses.\n\n"
              "Raises ValueError before anything is written, or MemoryError.");
 
 static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *capsule;
+    PyObject *capsule, *attends;
     enum { CHUNKS, TABLE, POSITIONS, KEYS, VALUES, LENGTHS, BUFFERS };
-    enum { APART, CHAINED, PROMPT, SOURCE };
+    enum { APART, CHAINED, READ };
     Py_buffer given[BUFFERS] = {{0}};
     Py_ssize_t rows, beams, span, length, slots, half, angles, bias_line, threads;
     int way;
     unsigned long long cosine, sine, bias, ways[7];
-    if (!PyArg_ParseTuple(args, "O(nni)(y*y*nnn)(y*KKnn)(Kn)(y*y*y*)(KKKKKKK)n:run", &capsule, &rows, &beams, &way,
+    if (!PyArg_ParseTuple(args, "O(nni)(y*y*nnn)(y*KKnn)(Kn)(y*y*y*)(KKKKKKK)On:run", &capsule, &rows, &beams, &way,
                           &given[CHUNKS], &given[TABLE], &span, &length, &slots, &given[POSITIONS], &cosine, &sine, &half,
                           &angles, &bias, &bias_line, &given[KEYS], &given[VALUES], &given[LENGTHS], &ways[0], &ways[1],
-                          &ways[2], &ways[3], &ways[4], &ways[5], &ways[6], &threads))
+                          &ways[2], &ways[3], &ways[4], &ways[5], &ways[6], &attends, &threads))
         return NULL;
     bool fine = true, done = false;
     for (int i = 0; i < BUFFERS; i++)
         fine = fine && is_fine((uintptr_t)given[i].buf % sizeof(int32_t) == 0, "an array lies across its numbers");
     Decoder *decoder = fine ? PyCapsule_GetPointer(capsule, DECODER) : NULL;
-    const bool reads = way >= PROMPT;
-    if (decoder && is_fine(rows > 0 && rows <= MOST_ROWS && beams > 0 && (reads || rows % beams == 0) && span >= 0 &&
-                               length >= 0 && length < MOST_KEYS && half >= 0 && bias_line >= 0 && threads > 0 &&
-                               way >= APART && way <= SOURCE && (reads || slots >= (way == CHAINED ? rows / beams : rows)),
-                           "a size is out of range")) {
+    const bool reads = way == READ;
+    RowCall *call = decoder && reads ? attention->read(attends) : NULL;
+    if (decoder && (call || !reads) &&
+        is_fine(rows > 0 && rows <= MOST_ROWS && beams > 0 && (reads || rows % beams == 0) && span >= 0 && length >= 0 &&
+                    length < MOST_KEYS && half >= 0 && bias_line >= 0 && threads > 0 && way >= APART && way <= READ &&
+                    (reads || slots >= (way == CHAINED ? rows / beams : rows)),
+                "a size is out of range")) {
         const size_t samples = reads ? (size_t)given[LENGTHS].len / sizeof(int64_t) : (size_t)(rows / beams);
         Step step = {.decoder = decoder,
                      .rows = (size_t)rows,
@@ -610,8 +583,7 @@ static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
                      .length = (size_t)length,
                      .slots = (size_t)slots,
                      .chained = way == CHAINED,
-                     .reads = reads,
-                     .causal = way == PROMPT,
+                     .call = call,
                      .positions = given[POSITIONS].buf,
                      .cosine = (const float *)(uintptr_t)cosine,
                      .sine = (const float *)(uintptr_t)sine,
@@ -644,6 +616,8 @@ static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
                 PyErr_NoMemory();
         }
     }
+    if (call)
+        attention->release(call);
     return finish(given, BUFFERS, done);
 }
 
@@ -671,7 +645,8 @@ static PyMethodDef native_methods[] = {
 static int native_exec(PyObject *module)
 {
     linear = face_of("attmemo.kernels._linear", LINEAR_FACE);
-    return linear && PyModule_AddIntMacro(module, ROOM) == 0 ? PyModule_AddIntMacro(module, FEWEST) : -1;
+    attention = linear ? face_of("attmemo.kernels._row_attention", ATTENTION_FACE) : NULL;
+    return attention && PyModule_AddIntMacro(module, ROOM) == 0 ? PyModule_AddIntMacro(module, FEWEST) : -1;
 }
 
 static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};

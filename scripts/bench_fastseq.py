@@ -17,9 +17,10 @@ get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, 
 python scripts/bench_fastseq.py --types --shape bart-large --length 128 --new 32 --rounds 2
 
 `--types` measures types instead, docs/fastseq-types.{json,md}: stock and `fastseq.accelerate` in float32, bfloat16 and
-8 bits, and CTranslate2 in those that it has for such a processor; for Qwen3's shape also llama.cpp (`--only`, `--beams
-1`), which wants the packages `gguf` and `llama-cpp-python`. Each runs in a process of its own, in turns; it runs
-greedy with one line, and beams with `--batch` lines, each once for a few tokens, and then for all, which counts.
+8 bits, and CTranslate2 in those that it has for such a processor; with `--only` also what `wrap` gives; for Qwen3's
+shape also llama.cpp and OpenVINO (`--beams 1`), which want the packages `gguf` and `llama-cpp-python`, and `openvino`
+and `optimum-intel`. Each runs in a process of its own, in turns: greedy with one line, and beams with `--batch` lines,
+each once with one line for a few tokens, and then whole, which counts.
 """
 
 from __future__ import annotations
@@ -66,14 +67,20 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 TYPES = {  # name: engine, dtype, weights
     "stock float32": ("stock", "float32", None),
     "stock bfloat16": ("stock", "bfloat16", None),
+    "shared float32": ("shared", "float32", None),  # what `wrap` gives with this `attention`
+    "shared bfloat16": ("shared", "bfloat16", None),
+    "EL float32": ("el", "float32", None),
+    "EL bfloat16": ("el", "bfloat16", None),
     "float32": ("fastseq", "float32", None),
     "bfloat16": ("fastseq", "bfloat16", None),
     "int8": ("fastseq", "float32", "int8"),
     "bfloat16, int8": ("fastseq", "bfloat16", "int8"),
     "CTranslate2 float32": ("ctranslate2", "float32", None),
     "CTranslate2 int8": ("ctranslate2", "int8", None),
-    "llama.cpp Q8_0": ("llama.cpp", "Q8_0", None),  # greedy alone, of Qwen3 alone
+    "llama.cpp Q8_0": ("llama.cpp", "Q8_0", None),
+    "OpenVINO int8": ("openvino", "int8", None),
 }
+ON_REQUEST = {"shared", "el", "llama.cpp", "openvino"}  # the last two: greedy alone, of Qwen3 alone
 RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "no cache", "ctranslate2")
 
 
@@ -386,11 +393,13 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model: Any = None
     found: dict[str, Any] = {"packed_bytes": None}
-    if engine in ("stock", "fastseq"):
+    if engine in ("stock", "shared", "el", "fastseq"):
         model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         if engine == "fastseq":
             model = fastseq.accelerate(model, weights=weights)
             found["packed_bytes"] = model.packed_bytes
+        elif engine != "stock":
+            model = fastseq.wrap(model, attention=engine)
     new, length = options.new[0], options.length[0]
     for name, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
         lines = lines_of(config.vocab_size, batch, length)
@@ -408,6 +417,10 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             from llama_peer import LlamaPeer
 
             generate = LlamaPeer(folder, new, length, batch, options.threads)  # type: ignore[assignment]
+        elif engine == "openvino":
+            from openvino_peer import OpenVINOPeer
+
+            generate = OpenVINOPeer(folder, options.threads)  # type: ignore[assignment]
         else:
             settings = {"num_beams": beams, "no_repeat_ngram_size": ngrams, "do_sample": False}
 
@@ -417,7 +430,7 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 tokens = model.generate(**given, **settings, max_new_tokens=new, min_new_tokens=new)[:, prompt:]
                 return list(tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
-        generate(lines, 3)
+        generate(lines[:1], 3)
         start, before = time.perf_counter(), time.process_time()
         texts = generate(lines, new)
         spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - before}
@@ -440,7 +453,7 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     config = fresh.config
     make_tokenizer(config).save_pretrained(folder)
     del fresh
-    usual = [name for name in TYPES if name != "llama.cpp Q8_0"]
+    usual = [name for name, (engine, *_) in TYPES.items() if engine not in ON_REQUEST]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or usual}
     before = os.getloadavg()[0]
     for name in list(runs) * options.rounds:
@@ -457,6 +470,10 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     facts = conditions(options) | made_of() | {"load": [before, os.getloadavg()[0]]}
     rows = []
     for setting, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
+
+        def spent(kind: str, setting: str = setting) -> dict[str, list[float]]:
+            return {name: [run[setting][kind] for run in some] for name, some in runs.items()}
+
         expected = next(iter(runs.values()))[0][setting]["texts"]
         rows.append(
             facts
@@ -467,9 +484,10 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
                 "beams": beams,
                 "batch": batch,
                 "rounds_each": options.rounds,
-                "seconds": {name: min(run[setting]["seconds"] for run in some) for name, some in runs.items()},
-                "cpu_seconds": {name: min(run[setting]["cpu_seconds"] for run in some) for name, some in runs.items()},
-                "rounds": {name: [run[setting]["seconds"] for run in some] for name, some in runs.items()},
+                "seconds": {name: statistics.median(values) for name, values in spent("seconds").items()},
+                "cpu_seconds": {name: statistics.median(values) for name, values in spent("cpu_seconds").items()},
+                "rounds": spent("seconds"),
+                "cpu_rounds": spent("cpu_seconds"),
                 "same": {
                     name: sum(one == other for one, other in zip(some[0][setting]["texts"], expected, strict=True))
                     for name, some in runs.items()
@@ -483,8 +501,9 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 
 def made_of() -> dict[str, Any]:
     """Commit, date, and versions of what is compared with."""
+    packages = {"ctranslate2": "ctranslate2", "llama.cpp": "llama-cpp-python", "openvino": "openvino"}
     found = measured_under()["packages"]
-    return measured_at() | {"ctranslate2": found.get("ctranslate2"), "llama.cpp": found.get("llama-cpp-python")}
+    return measured_at() | {name: found.get(package) for name, package in packages.items()}
 
 
 ROUNDED: Final = ("bfloat16", "int8", "bfloat16, int8")
@@ -494,8 +513,8 @@ def summary_of_types(rows: list[dict[str, Any]]) -> list[str]:
     """Float32 against float32, and the fastest type against the fastest of each peer, in CPU seconds."""
     lines = [
         "| shape | source | new | beams | texts | float32 over CTranslate2's | fastest type "
-        "| over CTranslate2's fastest | over llama.cpp | over stock float32 |",
-        "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|",
+        "| over CTranslate2's fastest | over llama.cpp | over OpenVINO | over stock float32 |",
+        "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|",
     ]
     for row in rows:
         spent = row["cpu_seconds"]
@@ -509,7 +528,7 @@ def summary_of_types(rows: list[dict[str, Any]]) -> list[str]:
             row["shape"], f"{row['length']:,}", row["new"], row["beams"], row["batch"],
             over(spent.get("CTranslate2 float32"), spent.get("float32")), own[1],
             over(min(peers, default=None), own[0]), over(spent.get("llama.cpp Q8_0"), own[0]),
-            over(spent.get("stock float32"), own[0]),
+            over(spent.get("OpenVINO int8"), own[0]), over(spent.get("stock float32"), own[0]),
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
@@ -521,7 +540,7 @@ def table_of_types(record: dict[str, Any]) -> str:
     lines = [
         "# fastseq: types measured",
         "",
-        "From text to text, the least of the rounds, the encoder or the prompt included. Every type runs in a process "
+        "From text to text, medians of the rounds, the encoder or the prompt included. Every type runs in a process "
         "of its own, in\nturns. Equal texts: to those of the first type. Random weights; with beams, n-gram 3.",
         "",
         "Where the load is above the number of cores, the machine was busy with other work: CPU seconds say more "

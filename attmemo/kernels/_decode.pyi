@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,7 @@ def run(
     bias: tuple[int, int],
     shared: tuple[Addresses, Addresses, npt.NDArray[np.int64]],
     ways: tuple[int, int, int, int, int, int, int],
+    attend: tuple[Any, ...] | None,
     threads: int,
     /,
 ) -> None: ...

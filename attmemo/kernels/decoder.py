@@ -9,7 +9,7 @@ row and position in which slot they are: where beams change places, lines of the
 have in common, a prompt or a source, lies there once, without its padding.
 
 ROUNDING.  Rows between layers, queries, keys and values have the type of the layers. Scores, weights and sums of
-attention are float32.
+attention are float32; of a prompt or a source in bfloat16, weights are rounded to it (`native/attention_tiles.h`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from attmemo.kernels.encoder_stack import turns_of
 from attmemo.kernels.norms import KeptNorms, Norm
 from attmemo.kernels.omp_team import join_torch
 from attmemo.kernels.packed_weights import LINE, Panels
+from attmemo.kernels.row_attention import Attend, Layout
 
 PART: Final = 16  # numbers: heads are filled up to a whole number of them
 _NO_ADDRESSES: Final = np.zeros(0, np.uint64)
 _NO_SHARED: Final = (_NO_ADDRESSES, _NO_ADDRESSES, np.zeros(0, np.int64))
 _NO_POSITIONS: Final = np.zeros(0, np.int32)
 _NO_OWN: Final = (_NO_ADDRESSES, _NO_POSITIONS, 0, 0, 0)
-_APART, _CHAINED, _PROMPT, _SOURCE = range(4)  # how rows go on: `native.run` tells
+_APART, _CHAINED, _READ = range(3)  # how rows go on: `native.run` tells
 
 join_torch(native.use_team)
 
@@ -191,7 +192,7 @@ class DecoderStack:
     last : Norm or None
         Behind the last block.
     isa, attention : str
-        Instruction sets of linear layers, and of attention; empty: the best.
+        Instruction sets of linear layers, and of a step's attention; empty: the best.
 
     Raises
     ------
@@ -209,6 +210,7 @@ class DecoderStack:
             raise ValueError("all layers must be of one kind and type")
         self.dtype, self.width, self.heads, self.key_heads = first.dtype, width, heads, key_heads
         self.layers, self.hidden, self.turned, self.last = len(blocks), first.inputs, turned, last
+        self.scale, self._attention = scale, attention
         self._middle = max(block.up.outputs for block in blocks)
         self._norms = norms = KeptNorms()
         self._blocks = tuple(blocks)
@@ -284,13 +286,15 @@ class DecoderStack:
         held = (own.addresses, own.table, own.table.shape[1], own.length, own.slots)
         keys = _NO_SHARED if shared is None else (*shared.addresses, shared.lengths)
         way = _CHAINED if chained else _APART
-        found = self._run(hidden, (len(hidden), beams, way), held, keys, positions, angles, bias, threads)
+        ways, found = self._ways(hidden)
+        self._run((len(hidden), beams, way), held, keys, positions, angles, bias, ways, None, threads)
         own.add(more)
         return found
 
     def read(
-        self, hidden: Tensor, shared: SharedKeys, *, causal: bool, positions: npt.NDArray[np.int32] | None = None,
-        angles: tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None, threads: int | None = None,
+        self, hidden: Tensor, lengths: Sequence[int], shared: SharedKeys | None = None, *, causal: bool,
+        positions: npt.NDArray[np.int32] | None = None, angles: tuple[Tensor, Tensor] | None = None,
+        bias: Tensor | None = None, threads: int | None = None,
     ) -> Tensor:  # fmt: skip
         """All tokens of some samples through all blocks, and the last norm: ``[R, hidden]``.
 
@@ -298,13 +302,14 @@ class DecoderStack:
         ----------
         hidden : Tensor ``[R, hidden]``
             Embedded tokens of all samples, one behind the other, without padding. Is written to.
-        shared : SharedKeys
-            Of as many tokens: keys and values are written to it. If it has one layer, each block writes over those of
-            the one before.
+        lengths : sequence of int
+            Tokens of each sample.
+        shared : SharedKeys, optional
+            Of samples of these lengths: keys and values are written to it.
         causal : bool
             Whether a token sees those before it and itself alone, or all of its sample.
         bias : Tensor ``[heads, 2 N - 1]``, optional
-            Not with `causal`. Of N - 1 tokens back first, of N - 1 tokens ahead last.
+            Of N - 1 tokens back first, of N - 1 tokens ahead last.
         positions, angles, threads
             As for `step`.
 
@@ -314,44 +319,61 @@ class DecoderStack:
             Sizes or types do not fit each other.
         MemoryError
         """
-        if (shared.heads, shared.width) != (self.key_heads, self.width) or shared.layers not in (1, self.layers):
-            raise ValueError("shared keys do not fit the blocks")
-        if causal and bias is not None:
-            raise ValueError("a prompt is read without a bias")
-        addresses = np.ascontiguousarray(np.broadcast_to(
-            shared.addresses, (2, self.layers, len(shared.lengths))
-        ))  # fmt: skip
-        rows = (len(hidden), 1, _PROMPT if causal else _SOURCE)
-        return self._run(hidden, rows, _NO_OWN, (*addresses, shared.lengths), positions, angles, bias, threads)
+        sizes = (self.layers, self.key_heads, self.width)
+        if sum(lengths) != len(hidden) or min(lengths, default=0) < 1:
+            raise ValueError("the rows are not those of the samples")
+        if bias is not None and bias.shape[1] // 2 + 1 < max(lengths):
+            raise ValueError("there is no bias for a distance")
+        if shared is not None and (
+            (shared.layers, shared.heads, shared.width) != sizes or shared.lengths.tolist() != list(lengths)
+        ):
+            raise ValueError("shared keys do not fit samples and blocks")
+        ways, found = self._ways(hidden)
+        first, second = self.heads * self.width, (self.heads + self.key_heads) * self.width
+        queries, keys, values = ways[1][:, :first], ways[1][:, first:second], ways[1][:, second:]
+        starts = np.array([0, *accumulate(lengths)], np.int64)
+        call = Attend(
+            queries, keys, values, self.heads, Layout(starts, starts), scale=self.scale, out=ways[2], table=bias,
+            causal=causal, threads=threads, isa=self._attention,
+        )  # fmt: skip
+        held = _NO_SHARED if shared is None else (*shared.addresses, shared.lengths)
+        rows = (len(hidden), 1, _READ)
+        self._run(rows, _NO_OWN, held, positions, angles, None, ways, call.arguments, threads)
+        return found
 
-    def _run(
-        self, hidden: Tensor, rows: tuple[int, int, int], own: Any, shared: Any,
-        positions: npt.NDArray[np.int32] | None, angles: tuple[Tensor, Tensor] | None, bias: Tensor | None,
-        threads: int | None,
-    ) -> Tensor:  # fmt: skip
-        count, item = len(hidden), self.dtype.itemsize
+    def _ways(self, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What rows go through, and where they end."""
         if hidden.dtype != self.dtype or hidden.shape[1] != self.hidden or not hidden.is_contiguous():
             raise ValueError(f"rows must be {self.dtype} [N, {self.hidden}] without gaps, not {tuple(hidden.shape)}")
-        if self.turned and (positions is None or angles is None):
-            raise ValueError("queries are turned: positions and angles are missing")
-        if bias is not None and (bias.dtype != torch.float32 or len(bias) != self.heads or not bias.is_contiguous()):
-            raise ValueError(f"a bias must be float32 [{self.heads}, N] without gaps")
+        count, item = len(hidden), self.dtype.itemsize
         projected = (self.heads + 2 * self.key_heads) * self.width
         widths = (projected, self.heads * self.width, self.hidden, self.hidden, self._middle, self.hidden)
         taken = [(count * width * item + LINE - 1) // LINE * LINE for width in widths]
         memory = torch.empty(sum(taken) + LINE, dtype=torch.uint8)
-        begin = (memory.data_ptr() + LINE - 1) // LINE * LINE
-        places: Any = tuple(accumulate(taken[:-1], initial=begin))
+        begin = -memory.data_ptr() % LINE
+        places = accumulate(taken[:-1], initial=begin)
+        ways = [
+            memory[place : place + count * width * item].view(self.dtype).view(count, width)
+            for place, width in zip(places, widths, strict=True)
+        ]
+        return [hidden, *ways], hidden if self.last is None else ways[-1]
+
+    def _run(
+        self, rows: tuple[int, int, int], own: Any, shared: Any,
+        positions: npt.NDArray[np.int32] | None, angles: tuple[Tensor, Tensor] | None, bias: Tensor | None,
+        ways: list[Tensor], attend: Any, threads: int | None,
+    ) -> None:  # fmt: skip
+        if self.turned and (positions is None or angles is None):
+            raise ValueError("queries are turned: positions and angles are missing")
+        if bias is not None and (bias.dtype != torch.float32 or len(bias) != self.heads or not bias.is_contiguous()):
+            raise ValueError(f"a bias must be float32 [{self.heads}, N] without gaps")
+        addresses: Any = tuple(way.data_ptr() for way in ways)
         native.run(
             self._native, rows, own,
             (_NO_POSITIONS, 0, 0, 0, 0) if positions is None or angles is None else (positions, *turns_of(*angles)),
-            (0, 0) if bias is None else (bias.data_ptr(), bias.shape[1]), shared, (hidden.data_ptr(), *places),
+            (0, 0) if bias is None else (bias.data_ptr(), bias.shape[1]), shared, addresses, attend,
             torch.get_num_threads() if threads is None else threads,
         )  # fmt: skip
-        if self.last is None:
-            return hidden
-        offset = places[-1] - memory.data_ptr()
-        return memory[offset : offset + count * self.hidden * item].view(self.dtype).view(count, self.hidden)
 
 
 def attend_in_torch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure as Plot
 
-from paper.fastseq_rows import NAMES, bench, gpu, setting, speed, where
+from paper.fastseq_rows import NAMES, bench, gpu, in_types, setting, speed, table_of_types, where
 from paper.frame import Claim, Figure, Found, Run, judge, table
 from paper.plots import bars, legend, sheet
 
@@ -31,7 +31,8 @@ def measure(run: Run) -> Found:
          "shared": speed(row, "shared")}
         for row in gpu() if not row.get("first round")
     ]  # fmt: skip
-    return {"conditions": record["conditions"], "rows": rows, "gpu": on_gpu}
+    return {"conditions": record["conditions"], "rows": rows, "gpu": on_gpu,
+            "types": in_types(*NAMES)}  # fmt: skip
 
 
 def _row(found: Found, name: str, length: int, beams: int = 4) -> Found:
@@ -85,7 +86,8 @@ def rows(found: Found) -> str:
             (f"paper: {name}", search, f"{single}x (float32)", "", f"{half}x (float16)")
             for name, (half, single) in cells.items()
         ]
-    return table(("model", "setting", "EL-attention", "shared keys and values", "EL-attention, GPU, float16"), lines)
+    head = ("model", "setting", "EL-attention", "shared keys and values", "EL-attention, GPU, float16")
+    return f"{table(head, lines)}\n\n{table_of_types(found['types'])}"
 
 
 def why(found: Found) -> str:

@@ -9,7 +9,7 @@ import torch
 from bench_fastseq import SHAPES
 from matplotlib.figure import Figure as Plot
 
-from paper.fastseq_rows import bench, setting, speed, where
+from paper.fastseq_rows import bench, in_types, setting, speed, table_of_types, where
 from paper.frame import Claim, Figure, Found, Run, judge, table
 from paper.plots import PAPER, legend, sheet
 
@@ -35,6 +35,7 @@ def measure(run: Run) -> Found:
     return {
         "conditions": record["conditions"], "setting": setting(row), "lines": row["lines"],
         "stock_seconds": row["seconds"]["stock"], "speeds": speeds, "no_cache": without,
+        "types": in_types("bart-large"),
         "cache_bytes": {"stock, by the formula": paper_like["formula_bytes"]["stock"],
                         "shared, allocated": sum(paper_like["cache_bytes"].values())},
     }  # fmt: skip
@@ -118,7 +119,8 @@ def rows(found: Found) -> str:
         here = "" if gain is None or name == "no cache" else f"{base * gain:.2f}"
         lines.append((name, batch, size, rate, f"{rate / 2.4:.1f}x", here, "" if gain is None else f"{gain:.2f}x"))
     head = ("step", "paper: batch", "cache, GB", "samples/s", "against stock", "here: samples/s", "against stock")
-    return table(head, lines) + "\n\nHere the order is: shared cache, n-gram, pipeline, larger batch."
+    order = "Here the order is: shared cache, n-gram, pipeline, larger batch."
+    return f"{table(head, lines)}\n\n{order}\n\n{table_of_types(found['types'])}"
 
 
 def why(found: Found) -> str:

@@ -175,7 +175,7 @@ def test_a_prompt_that_is_read_at_once_gives_what_its_tokens_give_one_by_one(
     stack = stack_of(parts, *sizes, attention)
     lengths = [70, 1, 33]
     hidden, shared = drawn(generator, sum(lengths), HIDDEN), SharedKeys(2, key_heads, width, lengths, torch.float32)
-    got = stack.read(hidden.clone(), shared, causal=True, threads=2)
+    got = stack.read(hidden.clone(), lengths, shared, causal=True, threads=2)
     after = drawn(generator, 3, HIDDEN)
     behind = stack.step(after.clone(), 1, OwnKeys(2, key_heads, width, 3, torch.float32), shared)
     first = 0
@@ -199,8 +199,7 @@ def test_all_tokens_of_a_source_see_each_other_with_a_bias_for_each_distance(
     lengths, most = [40, 9], 45
     bias = drawn(generator, heads, 2 * most - 1) if heads == key_heads else None
     hidden = drawn(generator, sum(lengths), HIDDEN)
-    shared = SharedKeys(1, key_heads, width, lengths, torch.float32)
-    got = stack.read(hidden.clone(), shared, causal=False, bias=bias)
+    got = stack.read(hidden.clone(), lengths, causal=False, bias=bias)
     norm = (torch.linspace(0.5, 1.5, HIDDEN), torch.linspace(-1, 1, HIDDEN), 1e-5)
     size, some = heads * width, key_heads * width
     for rows, found in zip(hidden.split(lengths), got.split(lengths), strict=True):
@@ -228,7 +227,7 @@ def test_what_cannot_be_read_is_refused(wrong: str, message: str) -> None:
     hidden = torch.ones(7 if wrong == "rows" else 8, HIDDEN)
     bias = torch.zeros(4, 7) if wrong == "bias" else None
     with pytest.raises(ValueError, match=message):
-        stack.read(hidden, shared, causal=False, bias=bias)
+        stack.read(hidden, [3, 5], shared, causal=False, bias=bias)
 
 
 @pytest.mark.parametrize(

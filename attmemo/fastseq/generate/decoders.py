@@ -48,7 +48,9 @@ class PackedStack:
             last=parts.last,
         )  # fmt: skip
 
-    def read(self, tokens: Tensor, places: Tensor, seen: Tensor, shared: SharedKeys, *, causal: bool) -> Tensor:
+    def read(
+        self, tokens: Tensor, places: Tensor, seen: Tensor, shared: SharedKeys | None = None, *, causal: bool
+    ) -> Tensor:
         """Hidden states of the tokens that are seen `[sum of lengths, hidden]`, and keys and values in `shared`.
 
         Parameters
@@ -56,8 +58,8 @@ class PackedStack:
         tokens, places : Tensor [B, N] int64
         seen : Tensor [B, N] bool
             At least one of each sample.
-        shared : SharedKeys
-            Of these samples; with one layer, if no one wants keys and values.
+        shared : SharedKeys, optional
+            Of these samples.
         causal : bool
         """
         lengths: list[int] = seen.sum(1).tolist()
@@ -73,9 +75,10 @@ class PackedStack:
             at = places[first:last][some]
             hidden = parts.embed(tokens[first:last][some], at).contiguous()
             theirs = copy.copy(shared)
-            theirs.keep(range(first, last))
+            if theirs is not None:
+                theirs.keep(range(first, last))
             found[done : done + count] = self.blocks.read(
-                hidden, theirs, causal=causal, bias=bias, angles=angles,
+                hidden, lengths[first:last], theirs, causal=causal, bias=bias, angles=angles,
                 positions=None if angles is None else at.numpy().astype(np.int32),
             )  # fmt: skip
             done, first = done + count, last
@@ -136,10 +139,9 @@ class PackedDecoder:
         if self.encoder.parts.bias is not None and int(pieces.max()) > 1:
             return None  # tokens are farther from each other than those between them say
         blocks = self.encoder.blocks
-        shared = SharedKeys(1, blocks.key_heads, blocks.width, seen.sum(1).tolist(), blocks.dtype)
         whole = torch.zeros(*ids.shape, blocks.hidden, dtype=blocks.dtype)
         places = torch.arange(ids.shape[1]).expand_as(ids)
-        whole[seen] = self.encoder.read(ids, places, seen, shared, causal=False)
+        whole[seen] = self.encoder.read(ids, places, seen, causal=False)
         return whole
 
 
