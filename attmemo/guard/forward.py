@@ -149,7 +149,7 @@ class Guarded:
     ) -> Any:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
-        start, worked = perf_counter(), thread_time()
+        start, worked, packed = perf_counter(), thread_time(), self._engine.blocks
         asking = Asking(room := self.deferred.room, spare_of(room), worth=worth)
         with self._engine.open(asking=asking) as opened:
             try:
@@ -172,7 +172,8 @@ class Guarded:
             return self._checked(forward, inputs, output, mask, done, gives_out, asking)
         finally:
             self._settle(asking)
-            self._offer(done.offers, asking, perf_counter() - start)
+            if packed is self._engine.blocks:  # else 8-bit layers began to serve, or ended, meanwhile
+                self._offer(done.offers, asking, perf_counter() - start)
             self.planner.took(asking, thread_time() - worked, len(done.offers))
 
     def _checked(
@@ -342,11 +343,11 @@ class Guarded:
     def _learn(self, seen: Read, guard: Guard, part: Part) -> None:
         """Compare answers from records with those that were given, `seen`, which are exact; make records of others."""
         asking = Asking(tries=True, decides=(shadow := self.shadow) is not None)
-        found, done = self._again(asking, guard, part)
+        packed, (found, done) = self._engine.blocks, self._again(asking, guard, part)
         if found is None or asking.plan is None:
             return
         self.sureness.note(found, done.offers)
-        if self._store is not None:
+        if self._store is not None and packed is self._engine.blocks:
             self._store.keep(list(done.offers.values()), STORED)
         stood, margins = guard.stands, self.sureness.margins(found, asking.plan.record)
         low = guard.low(margins, asking.plan.evidence)

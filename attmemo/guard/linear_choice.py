@@ -23,6 +23,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
 from time import perf_counter, thread_time
@@ -87,8 +88,8 @@ class LinearChoice:
         The blocks with 8-bit layers.
     speed : float
         How many times as long exact forwards take.
-    served : callable
-        Called once, before 8-bit layers serve.
+    served : callable, optional
+        Gives a context in which 8-bit layers begin to serve, once.
     deferred : Deferred
         What is compared while no request runs.
     rows : GuardedPlanner, optional
@@ -99,8 +100,8 @@ class LinearChoice:
 
     def __init__(
         self, budget: float, confidence: float, answers: Answers, engine: Engine, rounded: Packed, speed: float,
-        deferred: Deferred, *, served: Callable[[], None] | None = None, rows: GuardedPlanner | None = None,
-        always: bool = False,
+        deferred: Deferred, *, served: Callable[[], AbstractContextManager[None]] | None = None,
+        rows: GuardedPlanner | None = None, always: bool = False,
     ) -> None:  # fmt: skip
         stack = engine.reuse
         assert isinstance(stack, Stack)
@@ -297,11 +298,14 @@ class LinearChoice:
 
     def _serve(self) -> None:
         """Serve 8-bit layers from now on."""
-        if self._served is not None:
-            self._served()
-        self._count_given()
-        self._stack.packed = self.rounded
-        self.state = State.SERVING
+        try:
+            with nullcontext() if self._served is None else self._served():
+                self._count_given()
+                self._stack.packed = self.rounded
+                self.state = State.SERVING
+        except TimeoutError as error:
+            self._end(str(error))
+            return
         _LOG.info("attmemo: %s", self.sentence)
 
     def _end(self, why: str) -> None:

@@ -6,7 +6,8 @@ import hashlib
 import json
 import logging
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -283,10 +284,15 @@ def _choose_linear(handle: StackMemoization, making: _Making) -> None:
     assert isinstance(planner, GuardedPlanner)
     half = guarding.budget / 2
 
-    def begin() -> None:
+    @contextmanager
+    def begin() -> Iterator[None]:
         making.budget = half  # first of all: a namespace that opens now looks at it once it is among them
-        for one in (handle, *(handle.spaces.opened() if handle.spaces is not None else ())):
-            making.keep_budget(one)
+        with ExitStack() as stack:
+            for one in (handle, *(handle.spaces.opened() if handle.spaces is not None else ())):
+                making.keep_budget(one)
+                if one._store is not None:  # the same text has other bits in 8 bits
+                    stack.enter_context(one._store.emptied())
+            yield
 
     choose_linear(
         handle, making.encoder, making.adapter, making.whole, making.answers, half, guarding.confidence,

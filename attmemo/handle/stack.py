@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -352,7 +352,8 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName, oute
 
 def choose_linear(
     handle: StackMemoization, encoder: nn.Module, adapter: Adapter, outer: nn.Module, answers: Answers, budget: float,
-    confidence: float, *, gate: bool, served: Callable[[], None] | None = None, rows: GuardedPlanner | None = None,
+    confidence: float, *, gate: bool, served: Callable[[], AbstractContextManager[None]] | None = None,
+    rows: GuardedPlanner | None = None,
 ) -> None:  # fmt: skip
     """Have 8-bit layers proven within a budget, where they are faster; else nothing is changed.
 

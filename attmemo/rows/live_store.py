@@ -13,8 +13,8 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -96,6 +96,7 @@ class GrowingRows(RowStore):
         self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
         self._anew = False
+        self._empties = False  # whether all records are to go
         self._work: Callable[[], Work] | None = None
         self._worked: Work | None = None  # what was noted; None: the parent of a forked child notes what it did
         self._noted = time.monotonic()
@@ -172,6 +173,17 @@ class GrowingRows(RowStore):
         """Wait until all that was offered is kept or left out; False: it takes longer."""
         return self._filler.flush(seconds)
 
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """While inside, nothing is kept, and there are no records of the time before. TimeoutError: they do not go."""
+        fills, self.fills, self._empties = self.fills, False, True
+        try:
+            if not self.flush() or self._empties:
+                raise TimeoutError("records of exact layers could not be removed")
+            yield
+        finally:
+            self.fills, self._empties = fills, False
+
     def notes_of(self, records: Sequence[int]) -> list[bytes]:
         """Return what was kept with each record; nothing where there is no such record."""
         ahead, numbers, kept = self._ahead, self._numbers, self.pool.records
@@ -218,6 +230,9 @@ class GrowingRows(RowStore):
             if rest or (self._ahead and (hurry or time.monotonic() - self._since > GATHERED)):
                 self._publish(list(rest.values()))
                 self.kept["kept"] += lost
+            if self._empties and hurry:
+                self._learn(self.pool.remove(list(self.pool.records)))
+                self._empties = False
             self._filler.pace.has_room = self.pool.has_room
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += lost

@@ -319,6 +319,37 @@ def test_a_proof_computes_exact_answers_again_only_where_records_gave_some(monke
 
 
 @pytest.mark.usefixtures("faster", "never_drawn")
+def test_once_8_bits_serve_a_text_has_the_same_bits_with_a_record_and_without() -> None:
+    bare = FAMILIES["BERT classifier"].make()
+    rounded = memoize(copy.deepcopy(bare), linear="int8")
+    model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24)
+    inputs = next(batches(1))
+    answers(model, inputs)
+    assert model.attmemo.flush()
+    assert model.attmemo.stats()["records"] == SIZE
+    serve(model)
+    assert model.attmemo.stats()["records"] == 0, "exact layers made them"
+    for _ in range(2):
+        assert torch.equal(answers(model, inputs), answers(rounded, inputs))
+        assert model.attmemo.flush()
+    assert model.attmemo.stats()["repeated"] == SIZE
+
+
+@pytest.mark.usefixtures("faster", "never_drawn")
+def test_where_records_of_exact_layers_do_not_go_8_bits_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = FAMILIES["BERT classifier"].make()
+    exact = memoize(copy.deepcopy(bare))
+    model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24)
+    store = model.attmemo.engine.reuse.store
+    monkeypatch.setattr(store, "flush", lambda *_: False)
+    serve(model)
+    assert choice(model)["state"] == "exact"
+    assert store.fills
+    inputs = next(batches(1))
+    assert torch.equal(answers(model, inputs), answers(exact, inputs))
+
+
+@pytest.mark.usefixtures("faster", "never_drawn")
 def test_records_of_8_bit_layers_serve_no_exact_ones() -> None:
     bare = FAMILIES["BERT classifier"].make()
     exact = memoize(copy.deepcopy(bare), reuse="none")
