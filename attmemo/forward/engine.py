@@ -337,11 +337,6 @@ class Engine:
         """While inside, every eligible forward of this thread follows this plan (for checks and measurements)."""
         return self.open(forced=plan)
 
-    @property
-    def blocks(self) -> object:
-        """The blocks that compute now: with linear layers in 8 bits there are others. None: layers are hooked."""
-        return getattr(self.reuse, "packed", None)
-
     def open(self, **asked: Any) -> AbstractContextManager[Forward]:
         """Open the context of this thread's forwards; the arguments are fields of `Forward`."""
         if self.space is not None:

@@ -286,13 +286,26 @@ def _choose_linear(handle: StackMemoization, making: _Making) -> None:
 
     @contextmanager
     def begin() -> Iterator[None]:
-        making.budget = half  # first of all: a namespace that opens now looks at it once it is among them
-        with ExitStack() as stack:
+        emptied = list[StackMemoization]()
+
+        def empty(stack: ExitStack) -> None:
+            """The same text has other bits in 8 bits."""
             for one in (handle, *(handle.spaces.opened() if handle.spaces is not None else ())):
-                making.keep_budget(one)
-                if one._store is not None:  # the same text has other bits in 8 bits
+                if one._store is not None and one not in emptied:
                     stack.enter_context(one._store.emptied())
+                    emptied.append(one)
+
+        with ExitStack() as stack:
+            empty(stack)
+            making.budget = half  # a namespace that opens now looks at it once it is among them
             yield
+            empty(stack)
+            for one in emptied:
+                making.keep_budget(one)
+                own, outer = one.engine.reuse, handle.engine.reuse
+                assert isinstance(own, Rows)
+                assert isinstance(outer, Rows)
+                own.run_as(outer)
 
     choose_linear(
         handle, making.encoder, making.adapter, making.whole, making.answers, half, guarding.confidence,

@@ -32,6 +32,8 @@ class Offer:
         Kept with the record.
     spare : bool
         A record could have served the sequence: keep it only if nothing has to go for it.
+    generation : int
+        That of the store, before the sequence was computed.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -40,11 +42,14 @@ class Offer:
     last: Tensor
     note: bytes = b""
     spare: bool = False
+    generation: int = 0
 
     @classmethod
-    def of(cls, tokens: npt.NDArray[np.int32], layout: RowLayout, body: npt.NDArray[np.uint8]) -> Offer:
+    def of(
+        cls, tokens: npt.NDArray[np.int32], layout: RowLayout, body: npt.NDArray[np.uint8], generation: int
+    ) -> Offer:
         """An offer of what will be written to `rows` and `last`, without scales."""
-        return cls(tokens, body, *layout.parts_of(body, len(tokens)))
+        return cls(tokens, body, *layout.parts_of(body, len(tokens)), generation=generation)
 
     def as_record(self, layout: RowLayout) -> npt.NDArray[np.uint8]:
         """The bytes of the record in the types of a layout: the same memory if these are the model's.

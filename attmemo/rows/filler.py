@@ -170,6 +170,11 @@ class Filler(Generic[Item]):
             if stored:  # but for what came since
                 self._changed.wait_for(lambda: not (self._waiting or self._busy), _CLOSING)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is taken any more."""
+        return self._closed
+
     def leave_to_parent(self) -> None:
         """In a forked child: what waited, the parent stores. See `wake`."""
         if not self._closed:

@@ -43,6 +43,7 @@ DAMAGED: Final = "damaged"
 KNOWN: Final = "known"
 LARGE: Final = "too_large"
 SPARE: Final = "no_room"
+STALE: Final = "other_layers"
 
 _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
@@ -175,14 +176,17 @@ class GrowingRows(RowStore):
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
-        """While inside, nothing is kept, and there are no records of the time before. TimeoutError: they do not go."""
-        fills, self.fills, self._empties = self.fills, False, True
+        """Have other blocks compute from now on: there are no records of those before, and none of theirs is kept.
+
+        TimeoutError: records do not go.
+        """
+        self.generation, self._empties = self.generation + 1, True
         try:
-            if not self.flush() or self._empties:
+            if not self.flush() or (self._empties and not self._filler.is_closed):
                 raise TimeoutError("records of exact layers could not be removed")
             yield
         finally:
-            self.fills, self._empties = fills, False
+            self.generation, self._empties = self.generation + 1, False
 
     def notes_of(self, records: Sequence[int]) -> list[bytes]:
         """Return what was kept with each record; nothing where there is no such record."""
@@ -312,7 +316,9 @@ class GrowingRows(RowStore):
         them alone (docs/filling.md).
         """
         why = None
-        if self.index.same(one.tokens) >= 0 or one.tokens.tobytes() in rest:
+        if one.generation != self.generation:
+            why = STALE
+        elif self.index.same(one.tokens) >= 0 or one.tokens.tobytes() in rest:
             why = KNOWN
         elif not one.is_finite_in(self.storage):
             why = "not_finite"

@@ -189,9 +189,9 @@ class Rows(Stack):
 
         `computed`: first row and the one behind the last, of the sequences that are computed. Others offer nothing.
         """
-        own, take = self.layout, self.scratch.take
-        offers = {place: Offer.of(tokens, own, take(own.nbytes(len(tokens)))) for place, tokens in admitted.items()
-                  if place in computed}  # fmt: skip
+        own, take, generation = self.layout, self.scratch.take, self.store.generation
+        offers = {place: Offer.of(tokens, own, take(own.nbytes(len(tokens))), generation)
+                  for place, tokens in admitted.items() if place in computed}  # fmt: skip
         return offers, Copies([Copy(*computed[place], offer.rows, offer.last) for place, offer in offers.items()])
 
     @staticmethod

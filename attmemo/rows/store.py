@@ -61,7 +61,15 @@ def records_of(
 
 
 class RowStore(Protocol):
-    """A collection of records."""
+    """A collection of records.
+
+    Attributes
+    ----------
+    generation : int
+        Another one from the moment on in which other blocks compute.
+    """
+
+    generation: int = 0
 
     def fetch(self, records: Ints) -> Placed:
         """Rows of these records, ``[B]``; -1: none."""

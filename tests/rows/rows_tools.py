@@ -44,7 +44,7 @@ def offers_of(*records: tuple[Tokens, Tensor, Tensor], notes: bytes = b"") -> li
     found = []
     for place, (tokens, rows, last) in enumerate(records):
         own = RowLayout(len(rows), rows.shape[-1], HEADS, (rows.dtype, last.dtype))
-        offer = Offer.of(tokens, own, np.empty(own.nbytes(len(tokens)), np.uint8))
+        offer = Offer.of(tokens, own, np.empty(own.nbytes(len(tokens)), np.uint8), 0)
         offer.rows.copy_(rows)
         offer.last.copy_(last)
         offer.note = notes[place : place + 1]

@@ -200,7 +200,7 @@ def test_a_text_whose_record_is_on_its_way_is_computed_as_it_was() -> None:
     model, exact = taught(case.bare, min_cosine=-1.0), field(run(case.exact, BOTH))
     store, n = model.attmemo.engine.reuse.store, LENGTHS[2]
     tokens = BOTH["input_ids"][2, :n].numpy().astype(np.int32)
-    offers = [Offer.of(tokens, store.layout, np.zeros(store.layout.nbytes(n), np.uint8))]
+    offers = [Offer.of(tokens, store.layout, np.zeros(store.layout.nbytes(n), np.uint8), 0)]
     assert model.attmemo.rows_to_compute([tokens.tolist()])[0] < n
     store._offered[hash_of(tokens)] = offers[0]
     assert store.awaiting(tokens, np.array([0, n])).tolist() == [True]
