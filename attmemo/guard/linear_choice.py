@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from attmemo.forward.batch_slices import has_loss, ids_in, put, shallow, take, tensors_in, tokens_in
 from attmemo.forward.engine import Engine
+from attmemo.forward.row_usage import Observed
 from attmemo.guard.answers import Answers, Read
 from attmemo.guard.certificate import Certificate
 from attmemo.guard.deferred import Deferred, Model, Part
@@ -197,7 +198,7 @@ class LinearChoice:
         start = thread_time()
         with self._engine.open() as opened:
             output = forward(*args, **kwargs)
-        if has_loss(output):
+        if has_loss(output) or torch.is_autocast_enabled("cpu"):  # of another arithmetic
             return output
         mask, ids = self._answers.mask_in(given), ids_in(given)
         sized = next((one for one in (mask, ids) if isinstance(one, Tensor) and one.dim() == 2), None)
@@ -221,14 +222,19 @@ class LinearChoice:
         """Sequences of a batch that are compared."""
         return sorted(self._random.sample(range(batch), AT_ONCE)) if batch > AT_ONCE else list(range(batch))
 
-    def _compare(self, keys: Mapping[int, int | None], exact: Read | None, rounded: Read | None, part: Part) -> None:
-        """Compare answers of some sequences. What is given are answers of the whole batch; the rest is computed."""
+    def _compare(self, keys: Mapping[int, int | None], exact: Read | None, rounded: Read | None, part: Part) -> bool:
+        """Compare answers of some sequences. What is given are answers of the whole batch; the rest is computed.
+
+        False: nothing was. What the original code computed, as where hidden states are asked for, says nothing.
+        """
         if rounded is None and self.state is not State.PROVING:
-            return
+            return False
         try:
             with torch.no_grad():
                 expected = exact or self._beside(part, self.exact)
                 seen = rounded or self._beside(part, self.rounded)
+            if expected is None or seen is None:
+                return False
             own, places = range(len(part.places)), part.places
             pairs = zip(own if rounded is None else places, own if exact is None else places, strict=True)
             compared = [
@@ -236,8 +242,9 @@ class LinearChoice:
             ]
         except Exception as error:
             self._failed(error)
-            return
+            return False
         self._count(compared, [keys[place] for place in places])
+        return True
 
     def _read(self, output: Any, mask: Tensor | None) -> Read | None:
         """The answers of an output; None: there are none, and nothing is compared any more."""
@@ -247,11 +254,15 @@ class LinearChoice:
             self._failed(error)
             return None
 
-    def _beside(self, part: Part, packed: Packed) -> Read:
-        """The answers of some sequences in another arithmetic."""
+    def _beside(self, part: Part, packed: Packed) -> Read | None:
+        """The answers of some sequences in another arithmetic; None: no blocks computed them."""
         args, kwargs = shallow(part.inputs)
-        with self._engine.open(packed=packed, whole=True, repeats=True):
-            return self._answers.read(part.forward(*args, **kwargs), part.mask)
+        outer, observed = self._engine.current.running.get(), Observed()
+        with self._engine.open(packed=packed, whole=True, repeats=True, observed=observed):
+            found = self._answers.read(part.forward(*args, **kwargs), part.mask)
+        if outer is not None and outer.observed is not None:
+            outer.observed.extra += observed.extra
+        return found if observed.extra else None
 
     def _count(self, compared: Sequence[tuple[bool, float | None]], keys: Sequence[int | None]) -> None:
         """Count answers of inputs with these keys, and decide: whether each changed, and the margin in 8 bits.
@@ -344,7 +355,7 @@ class LinearChoice:
 
 
 def _part(
-    forward: Model, inputs: Any, mask: Tensor | None, places: list[int], batch: int, compare: Callable[[Part], None]
+    forward: Model, inputs: Any, mask: Tensor | None, places: list[int], batch: int, compare: Callable[[Part], object]
 ) -> Part:
     """Some sequences of a forward, to be compared at once."""
     chosen = torch.tensor(places)

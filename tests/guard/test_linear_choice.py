@@ -336,6 +336,52 @@ def test_once_8_bits_serve_a_text_has_the_same_bits_with_a_record_and_without() 
 
 
 @pytest.mark.usefixtures("faster", "never_drawn")
+def test_once_8_bits_serve_namespaces_have_their_bits_too_also_one_that_is_open() -> None:
+    bare = FAMILIES["BERT classifier"].make()
+    rounded = memoize(copy.deepcopy(bare), linear="int8")
+    model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24, namespaces=2)
+    inputs = next(batches(1))
+    with model.attmemo.namespace("a"):
+        answers(model, inputs)
+        assert model.attmemo.flush()
+        serve(model)
+        assert torch.equal(answers(model, inputs), answers(rounded, inputs))
+        assert model.attmemo.flush()
+        assert torch.equal(answers(model, inputs), answers(rounded, inputs))
+    with model.attmemo.namespace("a"):
+        assert torch.equal(answers(model, inputs), answers(rounded, inputs))
+
+
+@pytest.mark.usefixtures("faster", "never_drawn")
+def test_what_a_forward_offers_that_began_before_8_bits_served_is_not_kept() -> None:
+    model = memoize(FAMILIES["BERT classifier"].make(), budget=0.1, gate=False, max_bytes=1 << 24)
+    guarded, inputs = model.attmemo.guarded, next(batches(1))
+    own = guarded._offer
+
+    def late(*given: Any) -> None:
+        serve(model)
+        own(*given)
+
+    guarded._offer = late
+    answers(model, inputs)
+    assert model.attmemo.flush()
+    stats = model.attmemo.stats()
+    assert (stats["linear"], stats["records"], stats["offered"]) == ("int8", 0, {"other_layers": SIZE})
+
+
+@pytest.mark.usefixtures("faster", "never_drawn")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_no_blocks_computed_proves_nothing(autocast: bool) -> None:
+    model = memoize(FAMILIES["BERT classifier"].make(), budget=0.1, linear="auto", reuse="none", gate=False)
+    for inputs in batches(3):
+        with torch.inference_mode(), torch.autocast("cpu", enabled=autocast):
+            model(**inputs, output_hidden_states=not autocast)
+    assert choice(model)["compared"] == 0
+    answers(model, next(batches(1, 50)))
+    assert choice(model)["compared"] > 0
+
+
+@pytest.mark.usefixtures("faster", "never_drawn")
 def test_where_records_of_exact_layers_do_not_go_8_bits_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = FAMILIES["BERT classifier"].make()
     exact = memoize(copy.deepcopy(bare))
@@ -344,7 +390,7 @@ def test_where_records_of_exact_layers_do_not_go_8_bits_do_not_serve(monkeypatch
     monkeypatch.setattr(store, "flush", lambda *_: False)
     serve(model)
     assert choice(model)["state"] == "exact"
-    assert store.fills
+    assert model.attmemo.stats()["guard"]["budget"] == 0.1, "rows have all of it"
     inputs = next(batches(1))
     assert torch.equal(answers(model, inputs), answers(exact, inputs))
 
