@@ -52,7 +52,7 @@ LAST: Final = 5
 class Part:
     """Some sequences of a forward, and what is to be done about them.
 
-    `compare` takes a part: this one, or one with some of its sequences.
+    `compare` takes a part: this one, or one with some of its sequences. False: nothing was computed.
     """
 
     forward: Model
@@ -60,7 +60,7 @@ class Part:
     mask: Tensor | None  # [b, L]
     places: Sequence[int]  # of these sequences in the batch
     stamp: object  # of the model (`Stamp`)
-    compare: Callable[[Part], None]
+    compare: Callable[[Part], object]
     kind: str  # parts of a kind take about as long for each token
     process: int = field(default_factory=os.getpid)
 
@@ -127,7 +127,7 @@ class Deferred:
 
     def add(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
-        compare: Callable[[Part], None], kind: str,
+        compare: Callable[[Part], object], kind: str,
     ) -> None:  # fmt: skip
         """Have these sequences of a batch compared later, some at a time."""
         stamp = self._stamp.now() if self.model is not None and places else None
@@ -199,15 +199,16 @@ class Deferred:
         most = min(max(int(FILLS * seconds / each), 1), IN_A_PAUSE) if seconds and each else AT_ONCE
         for part in self._taken(1, most):
             start = perf_counter()
-            self._compare(part)
+            if not self._compare(part):  # it says nothing of the time of those that are
+                continue
             taken = (perf_counter() - start) / (part.tokens * len(part.places))
             self._each.setdefault(part.kind, deque(maxlen=LAST)).append(taken)
         return bool(self._parts)
 
-    def _compare(self, part: Part) -> None:
+    def _compare(self, part: Part) -> bool:
+        """Compare a part, if it still says something; whether it was computed."""
         with self._paying:
-            if are_empty(self._hooks) and self.is_current(part):
-                part.compare(part)
+            return are_empty(self._hooks) and self.is_current(part) and part.compare(part) is not False
 
     def is_current(self, part: Part) -> bool:
         """Whether the model is as it was when the part came."""

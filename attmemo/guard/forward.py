@@ -80,8 +80,7 @@ class Guarded:
         self.guard, self.answers, self.planner, self._pooled = guard, answers, planner, Pooled(answers)
         self._engine, self._store, self.sureness = engine, store, sureness
         self.deferred, self.shadow, self._log = deferred, shadow, log
-        self.rows_afterwards = 0  # computed to verify answers afterwards
-        self._fails = 0  # verifications that failed, one behind the other
+        self.rows_afterwards, self._fails = 0, 0  # computed to verify afterwards; verifications that failed in a row
 
     def __call__(self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the model; `names` are those of its arguments."""
@@ -149,7 +148,7 @@ class Guarded:
     ) -> Any:
         args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = shallow((args, kwargs))
-        start, worked, packed = perf_counter(), thread_time(), self._engine.blocks
+        start, worked = perf_counter(), thread_time()
         asking = Asking(room := self.deferred.room, spare_of(room), worth=worth)
         with self._engine.open(asking=asking) as opened:
             try:
@@ -160,7 +159,7 @@ class Guarded:
                 raise
         done = opened.outcome
         if (outer := self._engine.current.running.get()) is not None:  # 8-bit layers ask which answers are exact
-            outer.outcome = done
+            outer.outcome = Outcome(served=done.served)
         hidden = self.answers.pooled_from(output) if done.beside else None
         gives_out = hidden is not None and done.last is not None and hidden.is_set_to(done.last)
         if asking.twice:  # no answer has a margin, and none can be verified
@@ -172,8 +171,7 @@ class Guarded:
             return self._checked(forward, inputs, output, mask, done, gives_out, asking)
         finally:
             self._settle(asking)
-            if packed is self._engine.blocks:  # else 8-bit layers began to serve, or ended, meanwhile
-                self._offer(done.offers, asking, perf_counter() - start)
+            self._offer(done.offers, asking, perf_counter() - start)
             self.planner.took(asking, thread_time() - worked, len(done.offers))
 
     def _checked(
@@ -264,15 +262,16 @@ class Guarded:
 
     def _defer(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
-        compare: Callable[[Part], None], kind: str,
+        compare: Callable[[Part], bool], kind: str,
     ) -> None:  # fmt: skip
         """Have these sequences compared while no request runs; what fails then is counted."""
 
-        def afterwards(part: Part) -> None:
+        def afterwards(part: Part) -> bool:
             try:
-                compare(part)
+                return compare(part)
             except Exception as error:
                 self._unverified(error)
+                return False
 
         self.deferred.add(forward, inputs, mask, places, batch, afterwards, kind)
 
@@ -325,11 +324,11 @@ class Guarded:
             repeated = given.count(Evidence.SAME)
             self._engine.counters.answered(len(given) - repeated, repeated)
 
-    def _compare_owed(self, owed: Mapping[int, Owed], guard: Guard, epoch: int, part: Part) -> None:
+    def _compare_owed(self, owed: Mapping[int, Owed], guard: Guard, epoch: int, part: Part) -> bool:
         """Compare answers that were given from records with the exact ones."""
         found, _ = self._again(Asking(), guard, part)
         if found is None:
-            return
+            return False
         for number, place in enumerate(part.places):
             one = owed[place]
             changed = self.answers.differ(one.answer.read, one.answer.number, found, number)
@@ -339,15 +338,16 @@ class Guarded:
             if guard.compared(Verdict.OWE, one.changes, one.evidence, one.answer.margin, changed, epoch):
                 self._tell_alarm()
         self._fails = 0
+        return True
 
-    def _learn(self, seen: Read, guard: Guard, part: Part) -> None:
+    def _learn(self, seen: Read, guard: Guard, part: Part) -> bool:
         """Compare answers from records with those that were given, `seen`, which are exact; make records of others."""
         asking = Asking(tries=True, decides=(shadow := self.shadow) is not None)
-        packed, (found, done) = self._engine.blocks, self._again(asking, guard, part)
+        found, done = self._again(asking, guard, part)
         if found is None or asking.plan is None:
-            return
+            return False
         self.sureness.note(found, done.offers)
-        if self._store is not None and packed is self._engine.blocks:
+        if self._store is not None:
             self._store.keep(list(done.offers.values()), STORED)
         stood, margins = guard.stands, self.sureness.margins(found, asking.plan.record)
         low = guard.low(margins, asking.plan.evidence)
@@ -366,6 +366,7 @@ class Guarded:
         self._fails = 0
         if guard.stands and not stood:
             self.planner.times.try_again()
+        return True
 
     def _compared(
         self, asking: Asking, place: int, verdict: Verdict, margin: float | None, changed: bool, guard: Guard
@@ -382,8 +383,7 @@ class Guarded:
         """Run a part of a forward again; None: that says nothing, for the model or the guard is another one by now."""
         if guard is not self.guard:
             return None, NOTHING
-        observed = Observed()  # these rows are of other requests
-        args, kwargs = shallow(part.inputs)
+        observed, (args, kwargs) = Observed(), shallow(part.inputs)  # these rows are of other requests
         try:
             with torch.no_grad(), self._replay(asking, observed=observed) as opened:
                 output = part.forward(*args, **kwargs)

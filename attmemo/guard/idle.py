@@ -81,6 +81,7 @@ class Idle:
         self._running, self._ended = 0, monotonic()
         self._gaps: deque[float] = deque(maxlen=GAPS)
         self._since = 0  # requests since the last part
+        self._without = 0  # that began while others ran, since the last pause
         self._signal = _Signal()
         self._thread: threading.Thread | None = None
         self._part = threading.Lock()  # held while a part is done, and while a fork is made
@@ -96,6 +97,7 @@ class Idle:
     def began(self) -> None:
         """A request begins."""
         with self._lock:
+            self._without = self._without + 1 if self._running else 0
             if not self._running:
                 self._gaps.append(monotonic() - self._ended)
             self._running += 1
@@ -133,9 +135,11 @@ class Idle:
 
     @property
     def is_busy(self) -> bool:
-        """Whether pauses between requests are too short for work, most of them, or none was seen yet."""
+        """Whether pauses between requests are too short for work, most of them, or there are none."""
         with self._lock:
-            return len(self._gaps) < _FEW or statistics.median(self._gaps) < self._quiet + self._takes()
+            if len(self._gaps) < _FEW or self._without > GAPS:
+                return True
+            return statistics.median(self._gaps) < self._quiet + self._takes()
 
     @property
     def look(self) -> float:

@@ -320,6 +320,14 @@ class TestDeferred:
             assert own.do_part(seconds)
         assert [len(part.places) for part in seen] == [8, IN_A_PAUSE, AT_ONCE]
 
+    def test_a_part_that_says_nothing_any_more_tells_no_time(self) -> None:
+        model, own, _ = self.made()
+        for found in (True, False):
+            given = torch.ones(1, 4)
+            own.add(model, ((given,), {}), None, [0], 1, lambda _, found=found: found, "owed")
+            own.do_part(0.0)
+            assert len(own._each["owed"]) == 1
+
     def test_what_all_sequences_share_is_copied_too(self) -> None:
         model, own, seen = self.made()
         shared = torch.ones(1, 4)

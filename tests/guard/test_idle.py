@@ -103,6 +103,20 @@ def test_who_has_pauses_for_work_is_not_busy(monkeypatch: pytest.MonkeyPatch) ->
     assert after_requests(clock, [0.04] * 3, 0.06).idle.is_busy, "no part fits"
 
 
+def test_requests_that_overlap_are_no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 0.002)
+    worker = after_requests(Clock(monkeypatch), [0.04] * GAPS, 0.02)
+    assert not worker.idle.is_busy
+    worker.idle.began()
+    for _ in range(3 * GAPS):
+        worker.idle.began()
+        worker.idle.ended()
+    assert worker.idle.is_busy
+    worker.idle.ended()
+    worker.idle.began()
+    assert not worker.idle.is_busy
+
+
 def test_a_part_that_took_longer_than_all_pauses_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "QUIET", 0.002)
     clock = Clock(monkeypatch)
