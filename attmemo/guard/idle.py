@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import statistics
 import sys
 import threading
 import weakref
@@ -63,6 +62,11 @@ class Idle:
     ----------
     work : Work
         It is not kept alive.
+
+    Attributes
+    ----------
+    is_busy : bool
+        Whether pauses between requests are too short for work, most of them, or there are none.
     """
 
     def __init__(self, work: Work) -> None:
@@ -82,6 +86,7 @@ class Idle:
         self._gaps: deque[float] = deque(maxlen=GAPS)
         self._since = 0  # requests since the last part
         self._without = 0  # that began while others ran, since the last pause
+        self._part_takes, self.is_busy = FIRST, True  # as it was seen last
         self._signal = _Signal()
         self._thread: threading.Thread | None = None
         self._part = threading.Lock()  # held while a part is done, and while a fork is made
@@ -100,6 +105,10 @@ class Idle:
             self._without = self._without + 1 if self._running else 0
             if not self._running:
                 self._gaps.append(monotonic() - self._ended)
+                usual = sorted(self._gaps)[len(self._gaps) // 2]
+                self.is_busy = len(self._gaps) < _FEW or usual < self._quiet + self._part_takes
+            elif self._without > GAPS:
+                self.is_busy = True
             self._running += 1
             self._since += 1
 
@@ -134,14 +143,6 @@ class Idle:
             return max(max(LONG, self._quiet) - passed, 0.0)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether pauses between requests are too short for work, most of them, or there are none."""
-        with self._lock:
-            if len(self._gaps) < _FEW or self._without > GAPS:
-                return True
-            return statistics.median(self._gaps) < self._quiet + self._takes()
-
-    @property
     def look(self) -> float:
         """Seconds until it is to be seen again whether work may begin, at most."""
         with self._lock:
@@ -150,7 +151,8 @@ class Idle:
     def _takes(self) -> float:
         """Seconds that a part is expected to take."""
         work = self._work()
-        return ((0.0 if work is None else work.part_takes()) or FIRST) * FADES**self._since
+        self._part_takes = ((0.0 if work is None else work.part_takes()) or FIRST) * FADES**self._since
+        return self._part_takes
 
     @property
     def _expected(self) -> float:
@@ -163,7 +165,9 @@ class Idle:
             work = self._work()
             with self._lock:
                 self._since, left = 0, max(self._ended + self._expected - monotonic(), 0.0)
-            return work is not None and work.do_part(left)
+            more = work is not None and work.do_part(left)
+            self._takes()
+            return more
 
     def close(self) -> None:
         """End the thread, after the part that it works at. Nothing is done any more."""

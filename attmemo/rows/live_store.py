@@ -140,8 +140,8 @@ class GrowingRows(RowStore):
 
     @property
     def has_room(self) -> bool:
-        """Whether records can be added and nothing has to go."""
-        return self.pool.has_room
+        """Whether records can be added and nothing has to go, as the filler saw it last."""
+        return self._filler.pace.has_room
 
     def pay_from(self, account: Account) -> None:
         """Let this account pay from now on for what is stored beside requests."""
