@@ -66,12 +66,12 @@ class Idle:
     Attributes
     ----------
     is_busy : bool
-        Whether pauses between requests are too short for work, most of them, or there are none.
+        Whether pauses between requests are too short for work, most of them, or there are none, or no thread.
     """
 
     def __init__(self, work: Work) -> None:
         self._work, self._quiet = weakref.ref(work), QUIET
-        self._lock = ThreadLock()
+        self._lock, self._closed = ThreadLock(), False
         self._begin()
         own = weakref.ref(self)
         self._leave = partial(_call, own, "close")
@@ -106,7 +106,8 @@ class Idle:
             if not self._running:
                 self._gaps.append(monotonic() - self._ended)
                 usual = sorted(self._gaps)[len(self._gaps) // 2]
-                self.is_busy = len(self._gaps) < _FEW or usual < self._quiet + self._part_takes
+                few = self._closed or len(self._gaps) < _FEW
+                self.is_busy = few or usual < self._quiet + self._part_takes
             elif self._without > GAPS:
                 self.is_busy = True
             self._running += 1
@@ -172,6 +173,7 @@ class Idle:
     def close(self) -> None:
         """End the thread, after the part that it works at. Nothing is done any more."""
         atexit.unregister(self._leave)
+        self._closed = self.is_busy = True
         self._signal.close()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -117,6 +117,15 @@ def test_requests_that_overlap_are_no_pauses(monkeypatch: pytest.MonkeyPatch) ->
     assert not worker.idle.is_busy
 
 
+def test_pauses_say_nothing_once_no_thread_works_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 0.002)
+    worker = after_requests(Clock(monkeypatch), [0.04] * GAPS, 0.02)
+    assert not worker.idle.is_busy
+    worker.idle.close()
+    worker.idle.began()
+    assert worker.idle.is_busy
+
+
 def test_a_part_that_took_longer_than_all_pauses_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "QUIET", 0.002)
     clock = Clock(monkeypatch)
