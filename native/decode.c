@@ -621,18 +621,7 @@ static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
     return finish(given, BUFFERS, done);
 }
 
-static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
-{
-    const char *names[KERNELS];
-    size_t count = 0;
-    for (size_t i = 0; i < KERNELS; i++)
-        if (has_instructions(kernels[i]->name))
-            names[count++] = kernels[i]->name;
-    return list_of(names, count);
-}
-
-PyDoc_STRVAR(instruction_sets_doc, "instruction_sets($module, /)\n--\n\n"
-                                   "What this processor has of what attention was compiled for, best first.");
+INSTRUCTION_SETS(kernels)
 
 static PyMethodDef native_methods[] = {
     {"prepare", native_prepare, METH_VARARGS, prepare_doc},

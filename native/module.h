@@ -33,6 +33,21 @@ static inline PyObject *list_of(const char *const *names, size_t count)
     return list;
 }
 
+/* Defines what `instruction_sets` of a module does, of its array of kernels. After team.h. */
+#define INSTRUCTION_SETS(kernels)                                                                                      \
+    PyDoc_STRVAR(instruction_sets_doc,                                                                                 \
+                 "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first.");     \
+                                                                                                                       \
+    static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))                   \
+    {                                                                                                                  \
+        const char *names[sizeof kernels / sizeof kernels[0]];                                                         \
+        size_t count = 0;                                                                                              \
+        for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++)                                                \
+            if (has_instructions(kernels[i]->name))                                                                    \
+                names[count++] = kernels[i]->name;                                                                     \
+        return list_of(names, count);                                                                                  \
+    }
+
 /* Offers functions to other extensions, in a capsule of this name. Returns what a slot returns. */
 static inline int offer_face(PyObject *module, const void *face, const char *name)
 {

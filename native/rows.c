@@ -162,18 +162,7 @@ static PyObject *native_supply(PyObject *Py_UNUSED(module), PyObject *args)
     return finish(views, held, done);
 }
 
-PyDoc_STRVAR(instruction_sets_doc,
-             "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first.");
-
-static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    const char *names[KERNELS];
-    size_t count = 0;
-    for (size_t i = 0; i < KERNELS; i++)
-        if (has_instructions(kernels[i]->name))
-            names[count++] = kernels[i]->name;
-    return list_of(names, count);
-}
+INSTRUCTION_SETS(kernels)
 
 static PyMethodDef native_methods[] = {
     {"supply", native_supply, METH_VARARGS, supply_doc},
