@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from attmemo.forward.batch_slices import take
+from attmemo.forward.batch_slices import has_loss, take
 from attmemo.forward.watch import Watch
 from attmemo.guard.answers import Answer
 from attmemo.guard.idle import Idle
@@ -60,7 +60,7 @@ class Part:
     mask: Tensor | None  # [b, L]
     places: Sequence[int]  # of these sequences in the batch
     stamp: object  # of the model (`Stamp`)
-    compare: Callable[[Part], object]
+    compare: Callable[[Part], bool]
     kind: str  # parts of a kind take about as long for each token
     process: int = field(default_factory=os.getpid)
 
@@ -127,7 +127,7 @@ class Deferred:
 
     def add(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
-        compare: Callable[[Part], object], kind: str,
+        compare: Callable[[Part], bool], kind: str,
     ) -> None:  # fmt: skip
         """Have these sequences of a batch compared later, some at a time."""
         stamp = self._stamp.now() if self.model is not None and places else None
@@ -184,11 +184,8 @@ class Deferred:
         """Return the seconds that a sequence of the oldest part probably takes; 0: not known."""
         with self._lock:
             part = self._parts[0] if self._parts else None
-        return 0.0 if part is None else self._sequence_takes(part)
-
-    def _sequence_takes(self, part: Part) -> float:
-        last = self._each.get(part.kind)
-        return statistics.median(last) * part.tokens if last else 0.0
+        last = None if part is None else self._each.get(part.kind)
+        return 0.0 if part is None or last is None else statistics.median(last) * part.tokens
 
     def do_part(self, seconds: float) -> bool:
         """Take some of the oldest part, in the thread for idle times; return whether there are more.
@@ -208,7 +205,7 @@ class Deferred:
     def _compare(self, part: Part) -> bool:
         """Compare a part, if it still says something; whether it was computed."""
         with self._paying:
-            return are_empty(self._hooks) and self.is_current(part) and part.compare(part) is not False
+            return are_empty(self._hooks) and self.is_current(part) and part.compare(part)
 
     def is_current(self, part: Part) -> bool:
         """Whether the model is as it was when the part came."""
@@ -225,6 +222,11 @@ def _owned(value: Any, batch: int) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_owned(item, batch) for item in value)
     return value
+
+
+def teaches_nothing(output: Any) -> bool:
+    """Return whether an output says nothing of blocks: a loss was asked for, or an arithmetic that is not theirs."""
+    return has_loss(output) or torch.is_autocast_enabled("cpu")
 
 
 def spare_of(room: int) -> int:

@@ -34,7 +34,7 @@ from attmemo.forward.stats import Skip
 from attmemo.guard.answers import Answer, Answers, Read
 from attmemo.guard.change_log import Case, ChangeLog
 from attmemo.guard.confidence import Sureness, known
-from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part, spare_of
+from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part, spare_of, teaches_nothing
 from attmemo.guard.guard import Guard
 from attmemo.guard.planner import Asking, GuardedPlanner, worth_of
 from attmemo.guard.pooled import Pooled
@@ -202,9 +202,7 @@ class Guarded:
         try:
             self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
             if mask is not None and not self.planner.learns_at_once(asking) and self.guard.learns:
-                left = [place for place, one in enumerate(asking.verdicts) if asking.is_worth(place)
-                        and (one is Verdict.LEAVE or (one is None and place not in done.offers))]  # fmt: skip
-                self._learn_later(forward, inputs, output, mask, left, self.guard, seen)
+                self._learn_later(forward, inputs, output, mask, asking.left(done.offers), self.guard, seen)
         except Exception as error:
             self._unverified(error)
         return output
@@ -251,7 +249,7 @@ class Guarded:
 
         `guard`: that of the time before the forward.
         """
-        if has_loss(output) or torch.is_autocast_enabled("cpu"):  # blocks of another arithmetic gave the answer
+        if teaches_nothing(output):
             return
         try:
             seen = seen or self.answers.read(output, mask)

@@ -71,7 +71,7 @@ class Idle:
 
     def __init__(self, work: Work) -> None:
         self._work, self._quiet = weakref.ref(work), QUIET
-        self._lock, self._closed = ThreadLock(), False
+        self._lock = ThreadLock()
         self._begin()
         own = weakref.ref(self)
         self._leave = partial(_call, own, "close")
@@ -86,7 +86,7 @@ class Idle:
         self._gaps: deque[float] = deque(maxlen=GAPS)
         self._since = 0  # requests since the last part
         self._without = 0  # that began while others ran, since the last pause
-        self._part_takes, self.is_busy = FIRST, True  # as it was seen last
+        self._part_takes, self.is_busy = FIRST, True  # seconds, as they were seen last
         self._signal = _Signal()
         self._thread: threading.Thread | None = None
         self._part = threading.Lock()  # held while a part is done, and while a fork is made
@@ -106,7 +106,7 @@ class Idle:
             if not self._running:
                 self._gaps.append(monotonic() - self._ended)
                 usual = sorted(self._gaps)[len(self._gaps) // 2]
-                few = self._closed or len(self._gaps) < _FEW
+                few = self._signal.closing.is_set() or len(self._gaps) < _FEW
                 self.is_busy = few or usual < self._quiet + self._part_takes
             elif self._without > GAPS:
                 self.is_busy = True
@@ -139,7 +139,8 @@ class Idle:
             passed = monotonic() - self._ended
             if self._running or passed < self._quiet:
                 return self._quiet if self._running else self._quiet - passed
-            if passed + self._takes() <= self._expected:
+            self._see_part()
+            if passed + self._part_takes <= self._expected:
                 return 0.0
             return max(max(LONG, self._quiet) - passed, 0.0)
 
@@ -147,13 +148,13 @@ class Idle:
     def look(self) -> float:
         """Seconds until it is to be seen again whether work may begin, at most."""
         with self._lock:
-            return _LOOK if self._quiet + self._takes() <= self._expected else _SELDOM
+            self._see_part()
+            return _LOOK if self._quiet + self._part_takes <= self._expected else _SELDOM
 
-    def _takes(self) -> float:
-        """Seconds that a part is expected to take."""
+    def _see_part(self) -> None:
+        """See how long the next part is expected to take."""
         work = self._work()
         self._part_takes = ((0.0 if work is None else work.part_takes()) or FIRST) * FADES**self._since
-        return self._part_takes
 
     @property
     def _expected(self) -> float:
@@ -167,13 +168,13 @@ class Idle:
             with self._lock:
                 self._since, left = 0, max(self._ended + self._expected - monotonic(), 0.0)
             more = work is not None and work.do_part(left)
-            self._takes()
+            self._see_part()
             return more
 
     def close(self) -> None:
         """End the thread, after the part that it works at. Nothing is done any more."""
         atexit.unregister(self._leave)
-        self._closed = self.is_busy = True
+        self.is_busy = True
         self._signal.close()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

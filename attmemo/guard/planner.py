@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from time import perf_counter
 from typing import Any, Final, Protocol
 
@@ -95,6 +95,13 @@ class Asking:
         """Return the sequences with one of these verdicts."""
         return [sequence for sequence, verdict in enumerate(self.verdicts) if verdict in verdicts]
 
+    def left(self, offered: Container[int]) -> list[int]:
+        """Return the sequences that were answered exactly, and are worth a record; not those that were offered."""
+        return [
+            place for place in worth_of(self.worth, len(self.verdicts))
+            if (verdict := self.verdicts[place]) is Verdict.LEAVE or (verdict is None and place not in offered)
+        ]  # fmt: skip
+
     @property
     def served(self) -> list[int]:
         """Sequences with answers from records."""
@@ -106,10 +113,6 @@ class Asking:
             if sequence not in sequences:
                 self.exact.add(sequence)
                 self.verdicts[sequence] = None
-
-    def is_worth(self, sequence: int) -> bool:
-        """Return whether a sequence is worth a record."""
-        return self.worth is None or bool(self.worth[sequence])
 
     def evidence(self, sequence: int) -> Evidence:
         """Return how well the changes of a sequence are known."""
