@@ -45,6 +45,11 @@ def vectors(**options: Any) -> tuple[Any, Any]:
     return bare, memoize(copy.deepcopy(bare), **{"budget": 0.05, "min_cosine": 0.5, "gate": False} | options)
 
 
+def with_rows(bare: Any, **options: Any) -> Any:
+    """A copy under a budget, with records in memory."""
+    return memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24, **options)
+
+
 def batches(count: int, start: int = 0) -> Iterator[Inputs]:
     """Batches of inputs that are all different."""
     for seed in range(start, start + count):
@@ -288,7 +293,7 @@ def test_changed_answers_end_8_bits_that_serve(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("faster", "never_drawn")
 def test_rows_have_the_budget_alone_until_8_bits_serve_and_half_of_it_then() -> None:
     bare = FAMILIES["BERT classifier"].make()
-    model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24)
+    model = with_rows(bare)
     assert model.attmemo.reuse == "rows"
     assert model.attmemo.stats()["guard"]["budget"] == 0.1
     guard = model.attmemo.guarded.guard
@@ -304,7 +309,7 @@ def test_rows_have_the_budget_alone_until_8_bits_serve_and_half_of_it_then() -> 
 
 @pytest.mark.usefixtures("faster")
 def test_a_proof_computes_exact_answers_again_only_where_records_gave_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = memoize(FAMILIES["BERT classifier"].make(), budget=0.1, gate=False, max_bytes=1 << 24)
+    model = with_rows(FAMILIES["BERT classifier"].make())
     own = model.attmemo.choice
     again, beside = list[bool](), own._beside
     monkeypatch.setattr(own, "_beside", lambda part, packed: again.append(packed is own.exact) or beside(part, packed))
@@ -322,7 +327,7 @@ def test_a_proof_computes_exact_answers_again_only_where_records_gave_some(monke
 def test_once_8_bits_serve_a_text_has_the_same_bits_with_a_record_and_without() -> None:
     bare = FAMILIES["BERT classifier"].make()
     rounded = memoize(copy.deepcopy(bare), linear="int8")
-    model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24)
+    model = with_rows(bare)
     inputs = next(batches(1))
     answers(model, inputs)
     assert model.attmemo.flush()
@@ -339,7 +344,7 @@ def test_once_8_bits_serve_a_text_has_the_same_bits_with_a_record_and_without() 
 def test_once_8_bits_serve_namespaces_have_their_bits_too_also_one_that_is_open() -> None:
     bare = FAMILIES["BERT classifier"].make()
     rounded = memoize(copy.deepcopy(bare), linear="int8")
-    model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24, namespaces=2)
+    model = with_rows(bare, namespaces=2)
     inputs = next(batches(1))
     with model.attmemo.namespace("a"):
         answers(model, inputs)
@@ -354,7 +359,7 @@ def test_once_8_bits_serve_namespaces_have_their_bits_too_also_one_that_is_open(
 
 @pytest.mark.usefixtures("faster", "never_drawn")
 def test_what_a_forward_offers_that_began_before_8_bits_served_is_not_kept() -> None:
-    model = memoize(FAMILIES["BERT classifier"].make(), budget=0.1, gate=False, max_bytes=1 << 24)
+    model = with_rows(FAMILIES["BERT classifier"].make())
     guarded, inputs = model.attmemo.guarded, next(batches(1))
     own = guarded._offer
 
@@ -385,7 +390,7 @@ def test_what_no_blocks_computed_proves_nothing(autocast: bool) -> None:
 def test_where_records_of_exact_layers_do_not_go_8_bits_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = FAMILIES["BERT classifier"].make()
     exact = memoize(copy.deepcopy(bare))
-    model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24)
+    model = with_rows(bare)
     store = model.attmemo.engine.reuse.store
     monkeypatch.setattr(store, "flush", lambda *_: False)
     serve(model)
@@ -399,7 +404,7 @@ def test_where_records_of_exact_layers_do_not_go_8_bits_do_not_serve(monkeypatch
 def test_records_of_8_bit_layers_serve_no_exact_ones() -> None:
     bare = FAMILIES["BERT classifier"].make()
     exact = memoize(copy.deepcopy(bare), reuse="none")
-    model = memoize(copy.deepcopy(bare), budget=0.1, gate=False, max_bytes=1 << 24)
+    model = with_rows(bare)
     inputs = next(batches(1))
     serve(model)
     answers(model, inputs)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -96,19 +96,12 @@ class TestAgainstTheOracle:
         records = [random.integers(0, 30, 200).tolist() for _ in range(4)]
         jobs = [arguments([changed(records[b % 4], random, 30) for b in range(5)], records) for _ in range(4)]
         expected = [plan(*job, WORDS, Rule(), EVERYTHING) for job in jobs]
-        wrong: list[int] = []
 
-        def work(number: int) -> None:
-            for _ in range(50):
-                if not same(plan(*jobs[number], WORDS, Rule(), EVERYTHING), expected[number]):
-                    wrong.append(number)
+        def work(number: int) -> list[bool]:
+            return [same(plan(*jobs[number], WORDS, Rule(), EVERYTHING), expected[number]) for _ in range(50)]
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        with ThreadPoolExecutor(4) as pool:
+            assert all(map(all, pool.map(work, range(4))))
 
 
 WORDS = np.full(20, WORD, np.uint8)
