@@ -176,20 +176,22 @@ def batches(items: Sequence[Tokens], size: int) -> Iterator[list[Tokens]]:
         yield order[start : start + size]
 
 
+def padded(rows: Sequence[Sequence[int]], fill: int = 0) -> dict[str, Tensor]:
+    """Token ids of texts and their mask, ``[B, L]``, with padding at the end."""
+    return {"input_ids": _padded(rows, fill), "attention_mask": _padded([[1] * len(row) for row in rows])}
+
+
+def _padded(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)
+
+
 def collate(loaded: LoadedModel, batch: Sequence[Tokens]) -> dict[str, Tensor]:
     """Model inputs ``[B, L]`` with padding at the end."""
-
-    def padded(rows: list[list[int]], fill: int = 0) -> Tensor:
-        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)
-
-    inputs = {
-        "input_ids": padded([item.ids for item in batch], loaded.tokenizer.pad_token_id or 0),
-        "attention_mask": padded([[1] * len(item) for item in batch]),
-    }
+    inputs = padded([item.ids for item in batch], loaded.tokenizer.pad_token_id or 0)
     # A plain fast tokenizer gives segments to any model; a decoder without them would hand them on to its attention.
     takers = loaded.tokenizer.model_input_names, inspect.signature(loaded.model.forward).parameters
     if all("token_type_ids" in names for names in takers) and any(item.segments is not None for item in batch):
-        inputs["token_type_ids"] = padded([item.segments or [0] * len(item) for item in batch])
+        inputs["token_type_ids"] = _padded([item.segments or [0] * len(item) for item in batch])
     return inputs
 
 

@@ -37,7 +37,7 @@ from attmemo.db.pools.prepared import open_prepared
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.data import read_texts
 from attmemo.profiler.demo import model_path
-from attmemo.profiler.models import LoadedModel
+from attmemo.profiler.models import LoadedModel, padded
 from attmemo.profiler.peers import runtimes
 from attmemo.profiler.turns import Job, interleave
 
@@ -162,16 +162,6 @@ def cases(shared: Path) -> dict[str, Callable[[], Case]]:
 
 
 # -- paths
-
-
-def padded(items: Sequence[Tokens], pad: int) -> Batch:
-    """A batch padded to its longest item."""
-    longest = max(map(len, items))
-    ids = torch.full((len(items), longest), pad)
-    for row, item in enumerate(items):
-        ids[row, : len(item)] = torch.tensor(item)
-    mask = torch.arange(longest)[None] < torch.tensor([len(item) for item in items])[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long()}
 
 
 def answer(output: Any, mask: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -44,6 +45,8 @@ from served_models import (
 from torch import Tensor
 
 from attmemo.profiler.models import Tokens
+from attmemo.profiler.peers.process import reason
+from attmemo.profiler.turns import alternate
 from attmemo.system.machine import conditions
 from attmemo.wording import counted
 
@@ -65,7 +68,7 @@ def serve(pipe: Connection, route: str, name: str, folder: Path) -> None:
                 given = ways[ordered](texts)
                 pipe.send((time.process_time() - start, given.numpy()))
     except Exception as error:  # whatever another library raises
-        pipe.send(_line(error))
+        pipe.send(reason(error))
 
 
 def make(pipe: Connection, name: str, file: str | None, folder: Path) -> None:
@@ -76,7 +79,7 @@ def make(pipe: Connection, name: str, file: str | None, folder: Path) -> None:
             write(name, folder) if file is None else convert(name, file, folder)
         pipe.send(None)
     except Exception as error:
-        pipe.send(_line(error))
+        pipe.send(reason(error))
 
 
 def tag(pipe: Connection, options: dict[str, Any], folder: Path) -> None:
@@ -105,11 +108,6 @@ def multiply(pipe: Connection, name: str, folder: Path, tokens: int) -> None:
     pipe.send(None)
     with torch.inference_mode():
         pipe.send(linear_layers(name, folder, tokens))
-
-
-def _line(error: Exception) -> str:
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {said[0][:120] if said else ''}"
 
 
 class Failed(Exception):
@@ -149,7 +147,7 @@ class Process:
 
     def end(self) -> None:
         """End it."""
-        if self._process.is_alive():
+        with suppress(OSError):  # it may have ended by itself
             self._pipe.send(None)
         self._process.join()
 
@@ -177,7 +175,7 @@ def measure(name: str, requests: Sequence[Texts], running: dict[str, Process], r
     seconds: dict[Key, list[float]] = {key: [] for key in keys}
     answers: dict[Key, list[Tensor]] = {}
     for number in range(rounds):
-        for key in keys if number % 2 else keys[::-1]:
+        for key in alternate(keys, number):
             given = [running[key[0]].ask(texts, key[1]) for texts in requests]
             seconds[key].append(sum(one for one, _ in given))
             answers[key] = [answer for _, answer in given]
@@ -203,6 +201,40 @@ def likeness(name: str, expected: Sequence[Tensor], given: Sequence[Tensor]) -> 
     if SHAPES[name].pooling == "tags":
         return sum(torch.equal(one, other) for one, other in pairs) / len(pairs)
     return min(float(one @ other) for one, other in pairs)
+
+
+def weights_of(name: str, shared: Path, work: Path) -> Path:
+    """The folder of a model, with its weights in it."""
+    folder = work / name
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "tagger":
+        for file in (shared / "models" / "minilm-pii").iterdir():
+            (folder / file.name).unlink(missing_ok=True)
+            (folder / file.name).symlink_to(file.resolve())
+    elif not (folder / "weights.pt").exists():
+        Process(make, name, None, folder).end()
+    return folder
+
+
+def measure_shape(name: str, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """All cases of a model, and the ways that are left out."""
+    begun, folder = measured_at(), weights_of(name, args.shared, work)
+    running, left_out = opened(name, args.ways.split(","), folder)
+    cases = {case: measure(name, requests, running, args.rounds)
+             for case, requests in cases_of(name, args.shared).items()}  # fmt: skip
+    for process in running.values():
+        process.end()
+    return {"cases": cases, "left_out": left_out} | begun
+
+
+def measure_products(shapes: dict[str, Any], shared: Path, work: Path) -> None:
+    """Put the seconds of bare products into each case that was measured."""
+    for name, one in shapes.items():
+        folder = weights_of(name, shared, work)
+        for case in one["cases"].values():
+            process = Process(multiply, name, folder, case["tokens"])
+            case["products"] = process.hear()
+            process.end()
 
 
 def budgeted(shared: Path, folder: Path, count: int = 4000) -> dict[str, Any]:
@@ -328,34 +360,17 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {"shapes": {}}
     with tempfile.TemporaryDirectory() as other:
+        work = args.work or Path(other)
         for name in [] if args.only_page else args.shape or [*SHAPES, *EXTRAS]:
-            if name in EXTRAS:
-                if name == "prefix":
-                    result["prefix"] = prefixes(args.layers, args.rounds)
-                elif name == "budget":
-                    result["budget"] = budgeted(args.shared, (args.work or Path(other)) / "tagger")
-                else:
-                    for shape, one in result["shapes"].items():
-                        for case in one["cases"].values():
-                            bare = Process(multiply, shape, (args.work or Path(other)) / shape, case["tokens"])
-                            case["products"] = bare.hear()
-                args.output.write_text(json.dumps(result, indent=1) + "\n")
-                continue
-            begun, folder = measured_at(), (args.work or Path(other)) / name
-            folder.mkdir(parents=True, exist_ok=True)
-            if name == "tagger":
-                for file in (args.shared / "models" / "minilm-pii").iterdir():
-                    (folder / file.name).unlink(missing_ok=True)
-                    (folder / file.name).symlink_to(file.resolve())
-            elif not (folder / "weights.pt").exists():
-                Process(make, name, None, folder).end()
-            running, left_out = opened(name, args.ways.split(","), folder)
-            cases = {case: measure(name, requests, running, args.rounds)
-                     for case, requests in cases_of(name, args.shared).items()}  # fmt: skip
-            for process in running.values():
-                process.end()
-            result["shapes"][name] = {"cases": cases, "left_out": left_out} | begun
-            result["conditions"] = conditions() | {"threads": 1}
+            if name == "prefix":
+                result["prefix"] = prefixes(args.layers, args.rounds)
+            elif name == "budget":
+                result["budget"] = budgeted(args.shared, weights_of("tagger", args.shared, work))
+            elif name == "products":
+                measure_products(result["shapes"], args.shared, work)
+            else:
+                result["shapes"][name] = measure_shape(name, args, work)
+                result["conditions"] = conditions() | {"threads": 1}
             args.output.write_text(json.dumps(result, indent=1) + "\n")
     if args.page is not None:
         replace_measured(args.page, tables(result))

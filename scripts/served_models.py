@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from attmemo import memoize
 from attmemo.guard.answers import Answers
-from attmemo.profiler.models import LoadedModel, Tokens, pool
+from attmemo.profiler.models import LoadedModel, Tokens, padded, pool
 from attmemo.profiler.peers import llama, runtimes
 
 Texts = Sequence[Tokens]
@@ -137,7 +137,7 @@ def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     """A model with the weights of a folder, made without drawing others first."""
     with no_init_weights():
         model = make()
-    model.load_state_dict(torch.load(folder / "weights.pt"))
+    model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
     return model
 
 
@@ -147,19 +147,11 @@ def write(name: str, folder: Path) -> None:
     torch.save(SHAPES[name].make().to(torch.bfloat16).state_dict(), folder / "weights.pt")
 
 
-def padded(texts: Texts) -> dict[str, Tensor]:
-    """Inputs ``[B, L]``, padded at the end."""
-    ids, mask = torch.zeros(2, len(texts), max(map(len, texts)), dtype=torch.long)
-    for row, text in enumerate(texts):
-        ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text.ids), 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def asked(name: str, call: Callable[..., Any]) -> Way:
     """The answers of a model's call: embeddings of unit length, or a tag of each token and of no padding."""
 
     def way(texts: Texts) -> Tensor:
-        inputs = padded(texts)
+        inputs = padded([text.ids for text in texts])
         found, mask = call(**inputs).last_hidden_state, inputs["attention_mask"]
         if SHAPES[name].pooling == "tags":
             return torch.where(mask.bool(), found.argmax(-1), -1)
@@ -176,7 +168,7 @@ def spans(folder: Path, **options: Any) -> tuple[Callable[[Texts], list[int]], A
     memoize(model, **options)
 
     def way(texts: Texts) -> list[int]:
-        inputs = padded(texts)
+        inputs = padded([text.ids for text in texts])
         return reader.read(model(**inputs), reader.mask_in(inputs)).values.tolist()  # type: ignore[no-any-return]
 
     return way, model.attmemo

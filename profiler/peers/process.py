@@ -158,12 +158,12 @@ def _answer(connection: Connection, order: Order, log: Path) -> None:
         except EOFError:
             return
         except Exception as error:  # what was sent cannot be read here
-            connection.send((None, _reason(error)))
+            connection.send((None, reason(error)))
             continue
         try:
             answer: tuple[Any, str | None] = getattr(worker, name)(*arguments), None
         except Exception as error:  # whatever another library raises
-            answer = None, _reason(error)
+            answer = None, reason(error)
         connection.send(answer)
 
 
@@ -208,7 +208,7 @@ class _Worker:
         return {} if handle is None else handle.stats()
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """An error in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:120] if text else 'no message'}"
