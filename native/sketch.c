@@ -1,5 +1,6 @@
 /*
- * sketch.c: sketches by which records are found, and which of them are nearest. Module attmemo.kernels._sketch.
+ * sketch.c: sketches by which records are found, which of them are nearest, and which tokens stood together before. Module
+ * attmemo.kernels._sketch.
  *
  * Each token and each pair of neighbours stands for a vector of signs, which are bits of a hash; a sketch is their sum,
  * with length 1. Signs are added eight at a time from a table that has them for each byte. The records nearest to an input
@@ -132,6 +133,54 @@ static bool nearest_views(const Py_buffer *views)
     return true;
 }
 
+/* The place that the `together` tokens from here on have in a table. */
+static inline uint64_t place_of(const int64_t *tokens, Py_ssize_t together, uint64_t places)
+{
+    uint64_t found = 0;
+    for (Py_ssize_t i = 0; i < together; i++)
+        found = (found + (uint64_t)tokens[i]) * 0x9e3779b97f4a7c15u;
+    return found >> (64 - __builtin_ctzll(places)); /* the high bits are those that all tokens have a part in */
+}
+
+/* For each sequence: how many `together` tokens it has, how many of these a table knows, and how many are new to `seen`,
+ * where all are put. What the batch itself holds twice is not known by that. */
+static void look(const int64_t *tokens, const uint8_t *valid, const Py_ssize_t *shape, Py_ssize_t together, uint8_t *seen,
+                 const uint8_t *former, uint64_t places, int64_t *counts)
+{
+    for (int puts = 0; puts < 2; puts++)
+        for (Py_ssize_t b = 0; b < shape[0]; b++)
+            for (Py_ssize_t at = b * shape[1]; at + together <= (b + 1) * shape[1]; at++) {
+                if (!valid[at] || !valid[at + together - 1])
+                    continue;
+                uint64_t place = place_of(tokens + at, together, places);
+                if (puts) {
+                    counts[b * 3 + 2] += !seen[place];
+                    seen[place] = 1;
+                } else {
+                    counts[b * 3]++;
+                    counts[b * 3 + 1] += seen[place] || former[place];
+                }
+            }
+}
+
+static bool look_views(const Py_buffer *views, Py_ssize_t together)
+{
+    const Py_buffer *tokens = &views[0], *valid = &views[1], *former = &views[2], *seen = &views[3], *counts = &views[4];
+    if (!is_fine(is_array(tokens, 2, INT64), "tokens must be a contiguous matrix of int64") ||
+        !is_fine(is_array(valid, 2, UINT8) && valid->shape[0] == tokens->shape[0] && valid->shape[1] == tokens->shape[1],
+                 "there must be a byte for each token") ||
+        !is_fine(is_array(former, 1, UINT8) && is_array(seen, 1, UINT8) && former->shape[0] == seen->shape[0],
+                 "tables must be rows of as many bytes") ||
+        !is_fine(seen->shape[0] > 1 && (seen->shape[0] & (seen->shape[0] - 1)) == 0, "a table must have 2^n places") ||
+        !is_fine(is_array(counts, 2, INT64) && counts->shape[0] == tokens->shape[0] && counts->shape[1] == 3,
+                 "there must be three int64 counts for each sequence") ||
+        !is_fine(together > 0, "at least one token must stand together"))
+        return false;
+    memset(counts->buf, 0, (size_t)counts->len);
+    look(tokens->buf, valid->buf, tokens->shape, together, seen->buf, former->buf, (uint64_t)seen->shape[0], counts->buf);
+    return true;
+}
+
 /* ---- Python ---- */
 
 PyDoc_STRVAR(sketch_doc, "sketch($module, tokens, starts, vectors, /)\n--\n\n"
@@ -164,7 +213,25 @@ static PyObject *native_nearest(PyObject *Py_UNUSED(module), PyObject *args)
     return finish(views, held, held == 2 && nearest_views(views));
 }
 
+PyDoc_STRVAR(look_doc, "look($module, tokens, valid, former, seen, counts, together, /)\n--\n\n"
+                       "See which tokens stand together, and put them into a table.\n\n"
+                       "`tokens` int64 [B, L]; `valid` uint8 [B, L]; `former`, `seen` uint8 [2^n], which is written;\n"
+                       "`counts` int64 [B, 3] is written: how many stand together, how many of these were in one of the\n"
+                       "tables, how many are new in `seen`. Raises ValueError before anything is written.");
+
+static PyObject *native_look(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *objects[5];
+    Py_buffer views[5];
+    Py_ssize_t together;
+    if (!PyArg_ParseTuple(args, "OOOOOn:look", &objects[0], &objects[1], &objects[2], &objects[3], &objects[4], &together))
+        return NULL;
+    int held = hold(objects, views, 5, 3);
+    return finish(views, held, held == 5 && look_views(views, together));
+}
+
 static PyMethodDef native_methods[] = {
+    {"look", native_look, METH_VARARGS, look_doc},
     {"sketch", native_sketch, METH_VARARGS, sketch_doc},
     {"nearest", native_nearest, METH_VARARGS, nearest_doc},
     {NULL, NULL, 0, NULL},

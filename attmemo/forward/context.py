@@ -23,7 +23,7 @@ from attmemo.embed.lookup import Found
 from attmemo.errors import AttmemoError
 from attmemo.forward.plan import Plan
 from attmemo.forward.row_usage import Observed
-from attmemo.forward.stats import Counters
+from attmemo.forward.stats import Counters, Skip
 from attmemo.models import Spans
 
 
@@ -87,8 +87,9 @@ class Forward:
         Whether the first row of each sequence alone is asked for: all others are NaN.
     unpooled : bool
         Whether what the model's pooler gives is not read.
-    left : bool
-        Whether its guard leaves it to the blocks: it is looked up nowhere, and nothing is verified.
+    left : bool or Skip
+        Whether its guard leaves it to the blocks, and why, if that counts: it is looked up nowhere, and nothing is
+        verified.
     asking : object
         What its guard decides (`attmemo.guard.planner.Asking`).
     space : object
@@ -117,7 +118,7 @@ class Forward:
     packed: Any = None
     first: bool = False
     unpooled: bool = False
-    left: bool = False
+    left: bool | Skip = False
     asking: Any = None
     space: Any = None
     given: Given | None = None

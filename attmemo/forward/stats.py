@@ -101,9 +101,13 @@ class Counters:
             self.done.fetch_seconds += fetch
             self.done.blocks_seconds += blocks
 
-    def whole(self, sequences: int, tokens: int, rows: int, seconds: float, first: bool) -> None:
-        """One forward of a stack that looked nothing up."""
+    def whole(
+        self, sequences: int, tokens: int, rows: int, seconds: float, first: bool, why: Skip | bool = False
+    ) -> None:
+        """One forward of a stack that looked nothing up; `why`, if that counts."""
         with self._lock:
+            if isinstance(why, str):
+                self.skipped[why] += sequences
             self.layers[0].sequences += sequences
             self.layers[0].serve_seconds += seconds
             self.done.sequences += sequences

@@ -38,6 +38,7 @@ from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part, spare_of
 from attmemo.guard.guard import Guard
 from attmemo.guard.planner import Asking, GuardedPlanner, worth_of
 from attmemo.guard.pooled import Pooled
+from attmemo.guard.rest import Rest
 from attmemo.guard.shadow import Shadow
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
@@ -80,6 +81,7 @@ class Guarded:
         self.guard, self.answers, self.planner, self._pooled = guard, answers, planner, Pooled(answers)
         self._engine, self._store, self.sureness = engine, store, sureness
         self.deferred, self.shadow, self._log = deferred, shadow, log
+        self._rest = Rest()
         self.rows_afterwards, self._fails = 0, 0  # computed to verify afterwards; verifications that failed in a row
 
     def __call__(self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,28 +93,24 @@ class Guarded:
             return forward(*args, **kwargs)
         self.deferred.began()
         try:
+            if self._rest.lasts and (running is None or running.is_plain):
+                return self._rest.run(self._engine, forward, args, kwargs)
+            self.planner.times.rested(self._rest.end())
             mask, worth = self.answers.mask_in(given), None
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and (running is None or running.is_plain):
                 worth = self.planner.note_repeats(given, mask, self.deferred.idle.is_busy)
-                why = self._reason_to_leave(tokens := tokens_in(mask), len(mask))
+                tokens, each = tokens_in(mask), self._engine.counters.done.seconds_per_row
+                why = self.planner.why_left(tokens, len(mask), self.deferred.spare, each)
                 if why is not None:
-                    self._engine.counters.skip(why, len(mask))
                     learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
-                    return self._left(forward, args, kwargs, tokens, mask, worth_of(worth, len(mask) if learns else 0))
+                    places = worth_of(worth, len(mask) if learns else 0)
+                    self._rest.begin(why, not places and not self.planner.times.always)
+                    return self._left(forward, args, kwargs, tokens, mask, places, why)
             return self._guarded(forward, args, kwargs, mask, worth)
         finally:
             self.deferred.ended()
-
-    def _reason_to_leave(self, tokens: int, batch: int) -> Skip | None:
-        """Why a forward is left to the blocks; None: it is looked up."""
-        planner = self.planner
-        times = planner.times
-        # Until there are records, a forward is looked up to make some: where that is paid for, and no pause does it.
-        if not (times.always or len(planner.index) or (times.learns and self.deferred.spare < batch)):
-            return "no_records"
-        return planner.reason_to_leave(tokens, self._engine.counters.done.seconds_per_row)
 
     def _in_shadow(
         self, shadow: Shadow, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None,
@@ -125,16 +123,16 @@ class Guarded:
         if whole:
             self._engine.counters.skip("asked_without_reuse", len(mask))
         places = [] if whole else shadow.choose(len(mask), self.deferred.spare)
-        return self._left(forward, args, kwargs, tokens_in(mask), mask, places)
+        return self._left(forward, args, kwargs, tokens_in(mask), mask, places, True)
 
     def _left(
         self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, mask: Tensor,
-        places: Sequence[int],
+        places: Sequence[int], why: Skip | bool,
     ) -> Any:  # fmt: skip
         """The output of a forward that is looked up nowhere; at these places it is tried while no request runs."""
         start, worked, guard = perf_counter(), thread_time(), self.guard
         inputs = shallow((args, kwargs)) if places else ((), {})
-        with self._engine.open(left=True):
+        with self._engine.open(left=why):
             output = forward(*args, **kwargs)
         if places:
             self._learn_later(forward, inputs, output, mask, places, guard)

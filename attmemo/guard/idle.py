@@ -62,11 +62,6 @@ class Idle:
     ----------
     work : Work
         It is not kept alive.
-
-    Attributes
-    ----------
-    is_busy : bool
-        Whether pauses between requests are too short for work, most of them, or there are none, or no thread.
     """
 
     def __init__(self, work: Work) -> None:
@@ -86,7 +81,7 @@ class Idle:
         self._gaps: deque[float] = deque(maxlen=GAPS)
         self._since = 0  # requests since the last part
         self._without = 0  # that began while others ran, since the last pause
-        self._part_takes, self.is_busy = FIRST, True  # seconds, as they were seen last
+        self._part_takes = FIRST  # seconds, as they were seen last
         self._signal = _Signal()
         self._thread: threading.Thread | None = None
         self._part = threading.Lock()  # held while a part is done, and while a fork is made
@@ -99,17 +94,20 @@ class Idle:
         if self._forks:
             self._part.release()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether pauses between requests are too short for work, most of them, or there are none, or no thread."""
+        with self._lock:
+            if self._signal.closing.is_set() or self._without > GAPS or len(self._gaps) < _FEW:
+                return True
+            return sorted(self._gaps)[len(self._gaps) // 2] < self._quiet + self._part_takes
+
     def began(self) -> None:
         """A request begins."""
         with self._lock:
             self._without = self._without + 1 if self._running else 0
             if not self._running:
                 self._gaps.append(monotonic() - self._ended)
-                usual = sorted(self._gaps)[len(self._gaps) // 2]
-                few = self._signal.closing.is_set() or len(self._gaps) < _FEW
-                self.is_busy = few or usual < self._quiet + self._part_takes
-            elif self._without > GAPS:
-                self.is_busy = True
             self._running += 1
             self._since += 1
 
@@ -174,7 +172,6 @@ class Idle:
     def close(self) -> None:
         """End the thread, after the part that it works at. Nothing is done any more."""
         atexit.unregister(self._leave)
-        self.is_busy = True
         self._signal.close()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

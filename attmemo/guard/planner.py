@@ -14,6 +14,7 @@ from attmemo.forward.batch_slices import ids_in
 from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
+from attmemo.forward.stats import Skip
 from attmemo.guard.guard import ALL, Guard
 from attmemo.guard.repeats import Repeats
 from attmemo.guard.time_account import TimeAccount
@@ -194,6 +195,8 @@ class GuardedPlanner(RowPlanner):
         if given is None:
             return BY_HAND
         if forward.left:
+            if isinstance(forward.left, str):
+                counters.skip(forward.left, batch)
             return Whole.plan(self, layer, call, spans, forward)
         if asking is not None:
             asking.tokens, asking.sequences = sum(spans.lengths), batch
@@ -252,6 +255,13 @@ class GuardedPlanner(RowPlanner):
         alike = found.evidence >= (Evidence.SAME if self.guard.equal_only else Evidence.UNKNOWN)
         saved = int((asked.lengths - found.computed)[alike].sum())
         self.times.expect(saved / len(asked.tokens) / (1 + self.guard.certificate.counts.changed))
+
+    def why_left(self, tokens: int, batch: int, spare: int, seconds_per_row: float | None) -> Skip | None:
+        """Return why a forward is left to the blocks, None: it is looked up; `spare`: sequences that may wait."""
+        # Until there are records, a forward is looked up to make some: where that is paid for, and no pause does it.
+        if not (self.times.always or len(self.index) or (self.times.learns and spare < batch)):
+            return "no_records"
+        return self.reason_to_leave(tokens, seconds_per_row)
 
     def note_repeats(self, given: Mapping[str, Any], mask: Tensor, busy: bool) -> Flags | None:
         """See how much of the arguments, with this mask ``[B, L]``, was asked before: learning is lent so much.

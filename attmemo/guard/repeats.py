@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from attmemo.kernels import _sketch
 from attmemo.system.locking import ThreadLock
 
 TOGETHER: Final = 6
@@ -19,7 +20,6 @@ FULL: Final = 1 / 16
 tokens that never stood together are taken for some that did."""
 LATELY: Final = 0.25
 """Weight of the newest forward."""
-_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Repeats:
@@ -33,7 +33,7 @@ class Repeats:
 
     def __init__(self) -> None:
         self.share = 0.0
-        self._seen, self._former = np.zeros((2, PLACES), np.bool_)
+        self._seen, self._former = np.zeros((2, PLACES), np.uint8)
         self._taken = 0  # places of the table
         self._lock = ThreadLock()
 
@@ -44,26 +44,16 @@ class Repeats:
         """
         if not isinstance(ids, Tensor) or ids.shape != mask.shape or ids.shape[1] < TOGETHER:
             return None
-        places, valid = _hashes(ids.numpy(), mask.numpy())
+        tokens = np.ascontiguousarray(ids.numpy(), np.int64)
+        valid = np.ascontiguousarray(mask.numpy() != 0).view(np.uint8)
+        counts = np.empty((len(tokens), 3), np.int64)  # tokens together, of these known, and new in the table
         with self._lock:
-            seen = self._seen[places]
-            known = (seen | self._former[places]) & valid
-            if count := int(np.count_nonzero(valid)):
-                self.share += LATELY * (np.count_nonzero(known) / count - self.share)
-            self._seen[places[valid]] = True
-            self._taken += int(np.count_nonzero(valid & ~seen))
+            _sketch.look(tokens, valid, self._former, self._seen, counts, TOGETHER)
+            count, known, new = counts.sum(0).tolist()
+            if count:
+                self.share += LATELY * (known / count - self.share)
+            self._taken += new
             if self._taken > FULL * PLACES:
-                self._seen, self._former, self._taken = np.zeros(PLACES, np.bool_), self._seen, 0
-        counts = valid.sum(1)
-        shares: npt.NDArray[np.float64] = np.where(counts, known.sum(1) / np.maximum(counts, 1), 1.0)
+                self._seen, self._former, self._taken = np.zeros(PLACES, np.uint8), self._seen, 0
+        shares: npt.NDArray[np.float64] = np.where(counts[:, 0], counts[:, 1] / np.maximum(counts[:, 0], 1), 1.0)
         return shares
-
-
-def _hashes(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-    """A place of the table for each `TOGETHER` tokens of an input, and whether all of these are valid."""
-    tokens = ids.astype(np.uint64)
-    found = np.zeros((len(tokens), tokens.shape[1] - TOGETHER + 1), np.uint64)
-    for place in range(TOGETHER):
-        found = (found + tokens[:, place : place + found.shape[1]]) * _FACTOR
-    valid = (mask[:, TOGETHER - 1 :] != 0) & (mask[:, : found.shape[1]] != 0)
-    return found >> np.uint64(64 - PLACES.bit_length() + 1), valid

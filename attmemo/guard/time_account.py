@@ -203,6 +203,12 @@ class TimeAccount:
                 saved = self._share(self._saved) - before
             self._earn(SHARE * usual + (saved if reused else 0.0) - cost)
 
+    def rested(self, seconds: float) -> None:
+        """Forwards that were not looked at took so long together."""
+        with self._lock:
+            if self.balance is not None and seconds:
+                self._earn(SHARE * seconds)
+
     @staticmethod
     def _share(saved: float) -> float:
         """What learning gets of so many seconds that were saved, or lost, in all.

@@ -171,7 +171,8 @@ class WholeModel:
         if forward is not None:
             forward.note_computed(counters, lengths)
         sequences, tokens = (0, 0) if repeats else (len(lengths), batch.tokens)
-        counters.whole(sequences, tokens, len(hidden), perf_counter() - start, first)
+        why = forward is not None and forward.left
+        counters.whole(sequences, tokens, len(hidden), perf_counter() - start, first, why)
         return last
 
     def _pooled(self, last: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,21 @@ def test_the_known_share_of_each_sequence_is_told() -> None:
     assert known[0] == 1.0
     assert known[1] < 0.1
     assert known[2] == 1.0, "it has too few tokens to say"
+
+
+def test_known_tokens_are_those_of_an_earlier_forward() -> None:
+    found, seen, random = Repeats(), set[tuple[int, ...]](), np.random.default_rng(0)
+    for _ in range(30):
+        ids, mask = random.integers(0, 4, (5, 12)), np.arange(12) < random.integers(0, 13, (5, 1))
+        windows = [
+            [tuple(row[at : at + TOGETHER].tolist()) for at in range(int(valid.sum()) - TOGETHER + 1)]
+            for row, valid in zip(ids, mask, strict=True)
+        ]
+        known = found.look(torch.from_numpy(ids), torch.from_numpy(mask))
+        assert known is not None
+        expected = [np.mean([window in seen for window in row]) if row else 1.0 for row in windows]
+        assert known == pytest.approx(np.array(expected))
+        seen.update(window for row in windows for window in row)
 
 
 @pytest.mark.parametrize("ids", [None, torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 9, 4)])

@@ -230,3 +230,14 @@ def test_a_forward_of_nothing_is_not_counted() -> None:
     account.record(0, 0, 1.0, True)
     assert account.ask(TOKENS)
     assert account.pays is None
+
+
+def test_forwards_that_were_not_looked_at_earn_as_much() -> None:
+    account = TimeAccount()
+    stream = Stream(account)
+    stream.run(8, 1.0)
+    account.spend(10.0)
+    before = account.balance
+    assert before is not None
+    account.rested(50.0)
+    assert account.balance == pytest.approx(before + 50.0 * SHARE)
