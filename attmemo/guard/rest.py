@@ -35,9 +35,7 @@ class Rest:
         taken, self._left, self._taken = self._taken, 0.0, 0.0
         return taken
 
-    def run(
-        self, engine: Engine, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, engine: Engine, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the output of a forward that is not looked at; it is left for the reason of the one before."""
         start = thread_time()
         with engine.open(left=self._why):
