@@ -31,14 +31,6 @@ enum ending { PLAIN, SHORT_GELU, GATE, ANY };
 
 #ifdef BFLOATS
 
-#ifndef NARROW_PAIR
-#define NARROW_PAIR(to, v, w)                                                                                          \
-    do {                                                                                                               \
-        NARROW_BFLOATS(to, v);                                                                                         \
-        NARROW_BFLOATS((to) + 2 * LANES, w);                                                                           \
-    } while (0)
-#endif
-
 #if LANES == 16
 #include "linear_gelu.h"
 #else
