@@ -100,22 +100,36 @@ static size_t edge(const Job *job, size_t chunk)
     return chunk == job->chunks ? job->layers[0].rows : chunk * job->whole / job->chunks * job->kernel->group;
 }
 
-/* All layers, for a chunk of rows. What no one wants behind the call goes to the task's own room. */
+/*
+ * All layers, for a chunk of rows. What no one wants behind the call goes to the task's own room: as rows, which the
+ * next layer takes; or, if the kernel can, laid out as it would take them. Then the two rooms, which are equally large,
+ * change places.
+ */
 static void pass_through(const Job *job, size_t first, size_t count, Rows *rows)
 {
-    char *own = (char *)(rows->codes + job->room * rows->code_line);
+    const LinearKernel *kernel = job->kernel;
+    uint8_t *const codes = rows->codes, *own = codes + job->room * rows->code_line;
+    bool tiled = false; /* what the layer before gave */
     for (size_t i = 0; i < job->layered; i++) {
         Product layer = job->layers[i];
         const bool inside = layer.x == NULL, ends_inside = layer.out == NULL;
-        if (inside)
-            layer.x = own;
-        job->kernel->take(&layer, inside ? 0 : first, count, rows);
+        if (tiled) {
+            uint8_t *given = own;
+            own = rows->codes;
+            rows->codes = given;
+        } else {
+            if (inside)
+                layer.x = (char *)own;
+            kernel->take(&layer, inside ? 0 : first, count, rows);
+        }
         if (ends_inside)
-            layer.out = own;
-        job->kernel->multiply(&layer, ends_inside ? 0 : first, count, rows, 0, panels_of(&layer));
+            layer.out = (char *)own;
+        layer.tiled = tiled = ends_inside && kernel->can_tile && kernel->can_tile(&layer);
+        kernel->multiply(&layer, ends_inside ? 0 : first, count, rows, 0, panels_of(&layer));
         if (has_end(&layer) && !ends_inside)
-            job->kernel->end(&layer, first, count);
+            kernel->end(&layer, first, count);
     }
+    rows->codes = codes;
 }
 
 static void work(void *argument)

@@ -27,6 +27,7 @@ enum {
     /* The matrix unit is so fast that it waits for weights if they come for fewer rows than the second cache holds. */
     AMX_CHUNK = 512,
     AMX_BYTES = 3 << 18, /* of these rows */
+    AMX_GROUP = 32, /* rows that are laid out together, see linear_amx.h */
     MOST_WIDTH = 512, /* numbers of a head that is normed or turned */
 };
 
@@ -78,6 +79,7 @@ typedef struct {
     Norm inner, norm, next;
     const char *late; /* the residual that is added behind `inner` */
     char *ahead;      /* where `next` goes, rows without gaps */
+    bool tiled;       /* out is `codes` of the layer that comes next, laid out as its `take` would */
     const Heads *heads; /* or NULL */
 } Product;
 
@@ -115,6 +117,8 @@ typedef struct {
     void (*multiply)(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end);
     /* These rows of the result are ended. */
     void (*end)(const Product *product, size_t first, size_t count);
+    /* Whether `multiply` can give this result tiled. NULL: none. */
+    bool (*can_tile)(const Product *product);
 } LinearKernel;
 
 extern const LinearKernel linear8_vnni16, linear8_vnni, linear8_avxvnni, linear8_avx2, linear8_generic;

@@ -9,6 +9,10 @@
 #include "types_avx512.h"
 #include "vectors.h"
 
+/* Of a row's columns, of a multiple of 32 on: a line, where `take` of the layer that comes next would have put it. */
+#define PLACE_IN_TILES(codes, code_line, row, column)                                                                  \
+    ((codes) + (row) / AMX_GROUP * AMX_GROUP * (code_line) + ((column) / 32 * AMX_GROUP + (row) % AMX_GROUP) * LINE)
+
 #include "linear16_kernel.h"
 
 #include "amx.h"
@@ -39,6 +43,11 @@ static void take(const Product *product, size_t first, size_t count, Rows *rows)
     }
 }
 
-const LinearKernel linear16_amx = {"amx", BFLOATS, AMX_CHUNK, SIDE, AMX_BYTES, 2, take, multiply, end};
+static bool can_tile(const Product *product)
+{
+    return ending_of(product) != ANY;
+}
+
+const LinearKernel linear16_amx = {"amx", BFLOATS, AMX_CHUNK, SIDE, AMX_BYTES, 2, take, multiply, end, can_tile};
 
 #endif

@@ -75,6 +75,6 @@ INLINE void sum_products(const char *first, size_t line, const char *weights, si
 
 #include "linear_panels.h"
 
-const LinearKernel linear16_avx512 = {"avx512bf16", BFLOATS, MANY, 1, 0, 0, take, multiply, end};
+const LinearKernel linear16_avx512 = {"avx512bf16", BFLOATS, MANY, 1, 0, 0, take, multiply, end, NULL};
 
 #endif

@@ -14,6 +14,6 @@
 
 #include "linear32_kernel.h"
 
-const LinearKernel linear32_avx512 = {"avx512", FLOATS, CHUNK, 1, 0, 0, take, multiply, end};
+const LinearKernel linear32_avx512 = {"avx512", FLOATS, CHUNK, 1, 0, 0, take, multiply, end, NULL};
 
 #endif

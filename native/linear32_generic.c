@@ -9,4 +9,4 @@
 
 #include "linear32_kernel.h"
 
-const LinearKernel linear32_generic = {"generic", FLOATS, CHUNK, 1, 0, 0, take, multiply, end};
+const LinearKernel linear32_generic = {"generic", FLOATS, CHUNK, 1, 0, 0, take, multiply, end, NULL};

@@ -23,6 +23,6 @@ static void take(const Product *product, size_t first, size_t count, Rows *rows)
         encode_fast(product, first, i, rows, (uint8_t *)place_of(rows, i), GROUP * LINE);
 }
 
-const LinearKernel linear8_amx = {"amx", CODES, AMX_CHUNK, SIDE, AMX_BYTES, 1, take, multiply, end};
+const LinearKernel linear8_amx = {"amx", CODES, AMX_CHUNK, SIDE, AMX_BYTES, 1, take, multiply, end, NULL};
 
 #endif

@@ -31,6 +31,6 @@ INLINE integers dot(integers sum, Opened codes, Opened weights)
 
 #include "linear8_kernel.h"
 
-const LinearKernel linear8_avx2 = {"avx2", CODES, CHUNK, 1, 0, 1, take, multiply, end};
+const LinearKernel linear8_avx2 = {"avx2", CODES, CHUNK, 1, 0, 1, take, multiply, end, NULL};
 
 #endif

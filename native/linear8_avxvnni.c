@@ -10,6 +10,6 @@
     ((integers)_mm256_dpbusd_avx_epi32((__m256i)(sum), (__m256i)(codes), (__m256i)(weights)))
 #include "linear8_vnni.h"
 
-const LinearKernel linear8_avxvnni = {"avxvnni", CODES, CHUNK, 1, 0, 1, take, multiply, end};
+const LinearKernel linear8_avxvnni = {"avxvnni", CODES, CHUNK, 1, 0, 1, take, multiply, end, NULL};
 
 #endif

@@ -47,4 +47,4 @@ INLINE integers dot(integers sum, Opened codes, Opened weights)
 #define ENCODE encode
 #include "linear8_kernel.h"
 
-const LinearKernel linear8_generic = {"generic", CODES, CHUNK, 1, 0, 1, take, multiply, end};
+const LinearKernel linear8_generic = {"generic", CODES, CHUNK, 1, 0, 1, take, multiply, end, NULL};

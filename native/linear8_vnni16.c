@@ -6,6 +6,6 @@
 #include "linear8_avx512.h"
 #include "linear8_vnni.h"
 
-const LinearKernel linear8_vnni16 = {"vnni16", CODES, CHUNK, 1, 0, 1, take, multiply, end};
+const LinearKernel linear8_vnni16 = {"vnni16", CODES, CHUNK, 1, 0, 1, take, multiply, end, NULL};
 
 #endif

@@ -7,6 +7,8 @@
  * ROWS are laid out tile after tile, or 16 rows that are far apart would come from 16 places at each step: 1.4 in place of
  * 2.2 thousand million products a second of width 768, with all in the second cache.
  *
+ * A result that only the next layer reads may be written so at once: see PLACE_IN_TILES.
+ *
  * A GROUP of rows stays in the first cache and meets half panels one after the other, which come from the second cache past
  * the first. As many weights as the second cache has room for meet all groups before the next ones do. The other order,
  * all groups for each half panel, is as fast by itself, but the result of a row would be written in pieces far apart.
@@ -17,7 +19,7 @@
  */
 
 enum {
-    GROUP = 2 * SIDE,                /* rows at a time: two tiles, with two tiles of columns four of sums */
+    GROUP = AMX_GROUP,               /* rows at a time: two tiles, with two tiles of columns four of sums */
     STEP_INPUTS = LINE / ITEM_BYTES, /* inputs of a tile */
     HALF_STEP = 2 * SIDE * LINE,     /* bytes of two tiles */
     AHEAD = 2,       /* steps: weights come from far, and once; the first group of rows asks for them */

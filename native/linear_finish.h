@@ -1,8 +1,9 @@
 /*
  * linear_finish.h: from sums to rows of the result; whole panels of bfloat16 stay in registers. Included behind
  * linear_kernel.h. Files that have vectors of bfloat16 define before: LEAST, MOST (the smaller and the larger number lane
- * by lane). Those whose sums are no float32 define SUM (the type of sums), Columns and columns_at (what LANES columns have
- * of their own), and result_of (LANES numbers of the result, with bias, from sums).
+ * by lane), and, if results may be tiled, PLACE_IN_TILES. Those whose sums are no float32 define SUM (the type of
+ * sums), Columns and columns_at (what LANES columns have of their own), and result_of (LANES numbers of the result, with
+ * bias, from sums).
  */
 
 enum { HALF = PANEL / 2 };
@@ -31,14 +32,6 @@ enum ending { PLAIN, SHORT_GELU, GATE, ANY };
 
 #ifdef BFLOATS
 
-#ifndef NARROW_PAIR
-#define NARROW_PAIR(to, v, w)                                                                                          \
-    do {                                                                                                               \
-        NARROW_BFLOATS(to, v);                                                                                         \
-        NARROW_BFLOATS((to) + 2 * LANES, w);                                                                           \
-    } while (0)
-#endif
-
 #if LANES == 16
 #include "linear_gelu.h"
 #else
@@ -60,11 +53,22 @@ INLINE vector gelu_in_short(vector x)
 }
 #endif
 
+/* Where some columns of a row of the result go, in bfloat16. */
+INLINE char *place_of_result(const Product *product, const Rows *rows, size_t first, size_t row, size_t column)
+{
+#ifdef PLACE_IN_TILES
+    if (product->tiled)
+        return PLACE_IN_TILES(product->out, rows->code_line, row, column);
+#endif
+    (void)rows;
+    return product->out + ((first + row) * product->outputs + column) * 2;
+}
+
 /* One row of the result in bfloat16, `width` columns: they stay in registers. */
 INLINE void finish_bfloats(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
                            size_t column, const Columns *columns, int width, enum ending ending)
 {
-    char *out = product->out + ((first + row) * product->outputs + column) * 2;
+    char *out = place_of_result(product, rows, first, row, column);
     const char *add = product->add ? product->add + (first + row) * product->add_line + column * 2 : NULL;
     vector v[PANEL / LANES];
 #pragma GCC unroll 8
@@ -86,7 +90,7 @@ INLINE void finish_bfloats(const Product *product, const Rows *rows, size_t firs
 INLINE void finish_gate_as(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
                            const SUM *others, size_t column, const Columns *columns, enum activation activation)
 {
-    char *out = product->out + ((first + row) * product->outputs + column) * 2;
+    char *out = place_of_result(product, rows, first, row, column);
     vector v[HALF / LANES];
 #pragma GCC unroll 4
     for (int i = 0; i < HALF / LANES; i++) {

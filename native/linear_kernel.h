@@ -5,6 +5,19 @@
 
 #include "linear.h"
 
+#ifdef BFLOATS
+#ifndef NARROW_BFLOATS
+#define NARROW_BFLOATS(to, v) STORE_BFLOATS(to, (integers)round_bfloat16(v) >> 16)
+#endif
+#ifndef NARROW_PAIR
+#define NARROW_PAIR(to, v, w)                                                                                          \
+    do {                                                                                                               \
+        NARROW_BFLOATS(to, v);                                                                                         \
+        NARROW_BFLOATS((to) + 2 * LANES, w);                                                                           \
+    } while (0)
+#endif
+#endif
+
 /* x P(x^2) is the normal distribution's integral from 0 to x; 1e-6 of GELU's value at most, up to 5.2. */
 INLINE vector gelu(vector x)
 {
@@ -118,16 +131,41 @@ INLINE void open_panel(const char *line, enum type type, size_t count, float res
             out[i] = LOAD((const float *)line + LANES * i);
         return;
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < PANEL / LANES; i++)
+        STORE(some + LANES * i) = SPLAT(rest);
     widen(line, type, count, some);
-    for (size_t i = count; i < PANEL; i++)
-        some[i] = rest;
 #pragma GCC unroll 8
     for (int i = 0; i < PANEL / LANES; i++)
         out[i] = LOAD(some + LANES * i);
 }
 
-/* Sum of numbers less the mean, or of their squares. */
-INLINE float sum_apart(const char *line, enum type type, size_t count, float mean, bool squared)
+/* A panel of numbers, of which `count` are wanted, in a row of a type. */
+INLINE void close_panel(const vector *panel, enum type type, size_t count, char *line)
+{
+    float some[PANEL] __attribute__((aligned(64)));
+#ifdef BFLOATS
+    if (type == BFLOAT16 && count == PANEL) {
+#pragma GCC unroll 8
+        for (int i = 0; i < PANEL / LANES; i += 2)
+            NARROW_PAIR(line + 2 * LANES * i, panel[i], panel[i + 1]);
+        return;
+    }
+#endif
+    if (type == FLOAT32 && count == PANEL) {
+#pragma GCC unroll 16
+        for (int i = 0; i < PANEL / LANES; i++)
+            STORE((float *)line + LANES * i) = panel[i];
+        return;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < PANEL / LANES; i++)
+        STORE(some + LANES * i) = panel[i];
+    narrow(some, count, type, line);
+}
+
+/* Sum of numbers less the mean, or of their squares. `wide`: where they go too, as panels of float32, or NULL. */
+INLINE float sum_apart(const char *line, enum type type, size_t count, float mean, bool squared, float *wide)
 {
     vector sums[PANEL / LANES] = {0}, some[PANEL / LANES];
     for (size_t at = 0; at < count; at += PANEL) {
@@ -135,6 +173,8 @@ INLINE float sum_apart(const char *line, enum type type, size_t count, float mea
 #pragma GCC unroll 8
         for (int i = 0; i < PANEL / LANES; i++) {
             vector apart = some[i] - mean;
+            if (wide)
+                STORE(wide + at + LANES * i) = some[i];
             if (squared)
                 apart *= apart;
             sums[i] += apart;
@@ -145,30 +185,81 @@ INLINE float sum_apart(const char *line, enum type type, size_t count, float mea
     return total(sums[0]);
 }
 
-/* A row normed, plus another one or NULL; `to` may be `from`. */
-INLINE void normalize_row(const Norm *norm, enum type type, size_t width, const char *from, const char *add, char *to)
+/*
+ * TWO rows are normed at once: a row's sums, roots and quotients wait for each other, and meanwhile the processor has
+ * the other row to work on. Both are AT_HAND as float32 unless they are wider: 16 KiB, which stay in the first cache.
+ * A row is read three times, and to widen it again costs as much as to use it.
+ */
+enum { TWO = 2, AT_HAND = 2048 };
+
+/* Rows normed, each plus another one or NULL; `to` may be `from`. Compiled for each number of rows, and `at_hand`. */
+INLINE void normalize_as(const Norm *norm, enum type type, size_t width, int rows, bool at_hand, const char *from,
+                         const char *add, size_t add_line, char *to)
 {
-    const size_t bytes = item_bytes[type], weight_bytes = item_bytes[norm->type];
+    const size_t bytes = item_bytes[type], weight_bytes = item_bytes[norm->type], line = width * bytes;
     vector some[PANEL / LANES], weight[PANEL / LANES], bias[PANEL / LANES] = {0}, more[PANEL / LANES] = {0};
-    float result[PANEL] __attribute__((aligned(64)));
-    float mean = norm->centred ? sum_apart(from, type, width, 0, false) / (float)width : 0;
-    float scale = 1 / sqrtf(sum_apart(from, type, width, mean, true) / (float)width + norm->least);
+    float wide[TWO][AT_HAND] __attribute__((aligned(64)));
+    float mean[TWO] = {0}, scale[TWO];
+    if (norm->centred)
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++)
+            mean[r] = sum_apart(from + r * line, type, width, 0, false, at_hand ? wide[r] : NULL) / (float)width;
+#pragma GCC unroll 2
+    for (int r = 0; r < rows; r++) {
+        float squares;
+        if (at_hand && norm->centred) {
+            const size_t whole = round_to(width, PANEL);
+            for (size_t i = width; i < whole; i++)
+                wide[r][i] = mean[r];
+            squares = sum_apart((const char *)wide[r], FLOAT32, whole, mean[r], true, NULL);
+        } else {
+            squares = sum_apart(from + r * line, type, width, mean[r], true, at_hand ? wide[r] : NULL);
+        }
+        scale[r] = 1 / sqrtf(squares / (float)width + norm->least);
+    }
     for (size_t at = 0; at < width; at += PANEL) {
-        size_t now = width - at < PANEL ? width - at : PANEL;
-        open_panel(from + at * bytes, type, now, 0, some);
+        const size_t now = width - at < PANEL ? width - at : PANEL;
         open_panel(norm->weight + at * weight_bytes, norm->type, now, 0, weight);
         if (norm->bias)
             open_panel(norm->bias + at * weight_bytes, norm->type, now, 0, bias);
-        if (add)
-            open_panel(add + at * bytes, type, now, 0, more);
-#pragma GCC unroll 8
-        for (int i = 0; i < PANEL / LANES; i++) {
-            vector v = (some[i] - mean) * scale * weight[i] + bias[i];
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++) {
+            if (at_hand)
+                open_panel((const char *)(wide[r] + at), FLOAT32, PANEL, 0, some);
+            else
+                open_panel(from + r * line + at * bytes, type, now, 0, some);
             if (add)
-                v += more[i];
-            STORE(result + LANES * i) = v;
+                open_panel(add + r * add_line + at * bytes, type, now, 0, more);
+#pragma GCC unroll 8
+            for (int i = 0; i < PANEL / LANES; i++) {
+                some[i] = (some[i] - mean[r]) * scale[r] * weight[i] + bias[i];
+                if (add)
+                    some[i] += more[i];
+            }
+            close_panel(some, type, now, to + r * line + at * bytes);
         }
-        narrow(result, now, type, to + at * bytes);
+    }
+}
+
+/* TWO rows at most. */
+static void normalize(const Norm *norm, enum type type, size_t width, size_t rows, const char *from, const char *add,
+                      size_t add_line, char *to)
+{
+    const size_t line = width * item_bytes[type];
+    if (type == BFLOAT16 && width <= AT_HAND) {
+        if (rows == TWO)
+            normalize_as(norm, BFLOAT16, width, TWO, true, from, add, add_line, to);
+        else
+            normalize_as(norm, BFLOAT16, width, 1, true, from, add, add_line, to);
+    } else if (type == FLOAT32 && rows == TWO) {
+        normalize_as(norm, FLOAT32, width, TWO, false, from, add, add_line, to);
+    } else {
+        for (size_t r = 0; r < rows; r++, from += line, to += line, add = add ? add + add_line : NULL) {
+            if (type == BFLOAT16)
+                normalize_as(norm, BFLOAT16, width, 1, false, from, add, 0, to);
+            else
+                normalize_as(norm, FLOAT32, width, 1, false, from, add, 0, to);
+        }
     }
 }
 
@@ -211,10 +302,6 @@ INLINE void end_head(const Heads *heads, const Norm *norm, enum type type, size_
 }
 
 #ifdef BFLOATS
-
-#ifndef NARROW_BFLOATS
-#define NARROW_BFLOATS(to, v) STORE_BFLOATS(to, (integers)round_bfloat16(v) >> 16)
-#endif
 
 /* The same of a head in bfloat16, all of it turned, in whole vectors: they stay in registers. */
 INLINE void end_bfloats(const Heads *heads, const Norm *norm, size_t position, char *line)
@@ -266,29 +353,23 @@ INLINE void end_heads(const Heads *heads, size_t row, enum type type, char *line
         end_head(heads, &heads->key, type, position, line + head * bytes);
 }
 
-INLINE void end_rows(const Product *product, size_t first, size_t count, enum type type)
-{
-    const size_t width = product->outputs, bytes = width * item_bytes[type];
-    for (size_t row = first; row < first + count; row++) {
-        char *line = product->out + row * bytes;
-        if (product->inner.weight)
-            normalize_row(&product->inner, type, width, line,
-                          product->late ? product->late + row * product->add_line : NULL, line);
-        if (product->norm.weight)
-            normalize_row(&product->norm, type, width, line, NULL, line);
-        if (product->next.weight)
-            normalize_row(&product->next, type, width, line, NULL, product->ahead + row * bytes);
-        if (product->heads)
-            end_heads(product->heads, row, type, line);
-    }
-}
-
 static void end(const Product *product, size_t first, size_t count)
 {
-    if (product->out_type == BFLOAT16)
-        end_rows(product, first, count, BFLOAT16);
-    else
-        end_rows(product, first, count, FLOAT32);
+    const enum type type = product->out_type;
+    const size_t width = product->outputs, bytes = width * item_bytes[type];
+    for (size_t row = first, end = first + count; row < end; row += TWO) {
+        const size_t rows = end - row < TWO ? end - row : TWO;
+        char *line = product->out + row * bytes;
+        if (product->inner.weight)
+            normalize(&product->inner, type, width, rows, line,
+                      product->late ? product->late + row * product->add_line : NULL, product->add_line, line);
+        if (product->norm.weight)
+            normalize(&product->norm, type, width, rows, line, NULL, 0, line);
+        if (product->next.weight)
+            normalize(&product->next, type, width, rows, line, NULL, 0, product->ahead + row * bytes);
+        for (size_t r = 0; r < rows && product->heads; r++)
+            end_heads(product->heads, row + r, type, line + r * bytes);
+    }
 }
 
 /* How many of `left` rows are next, of ROWS at most, so that all groups are about as large. */

@@ -231,6 +231,23 @@ def test_layers_behind_attention_give_the_same_bits_in_one_call_and_in_several(
     assert bool((found[1] != 0).any())
 
 
+@kinds
+@pytest.mark.parametrize("inner", [96, 1536])
+@pytest.mark.parametrize("made", ["none", "gelu", "relu", "gelu gate", "silu gate"])
+def test_what_lies_between_two_layers_alone_has_the_bits_of_rows_that_are_read_again(
+    kind: type[Panels], dtype: torch.dtype, inner: int, made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whole lines, which a matrix unit's kernel never writes as rows. The last rows are no whole group of 32."""
+    activation, gated = made.split()[0], made.endswith("gate")
+    up = (gate if gated else layer)(kind, HIDDEN, inner, dtype, 4, activation)
+    blocks = [replace(link, up=up, down=layer(kind, inner, HIDDEN, dtype, 6)) for link in links(kind, dtype, 2)]
+    monkeypatch.setattr(kind, "are_two_calls", lambda *_: False)
+    for lengths in ((200, 1, 99), (130, 11)):
+        hidden, layout = numbers(77, sum(lengths), HIDDEN, dtype=dtype), layout_of(*lengths)
+        found = Chain(blocks, HEADS, WIDTH)(hidden, layout, scale=0.3, threads=1)
+        assert torch.equal(found, plain(blocks, hidden, layout, scale=0.3))
+
+
 @pytest.mark.parametrize("kind", ["far", "near"])
 def test_equal_rows_at_different_positions_are_turned_apart(kind: str) -> None:
     blocks = [replace(link, kind=kind) for link in modern(Linear32, torch.float32)]
