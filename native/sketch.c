@@ -19,7 +19,7 @@
 #include "module.h"
 #include "numbers.h"
 
-enum { MOST_DIMENSIONS = 1024, WORD = 64, LANES = 8, FLUSH = 8192 };
+enum { MOST_DIMENSIONS = 1024, WORD = 64, LANES = 8, FLUSH = 8192, MOST_TOGETHER = 64 };
 
 typedef int16_t Signs __attribute__((vector_size(2 * LANES), may_alias));
 
@@ -174,7 +174,7 @@ static bool look_views(const Py_buffer *views, Py_ssize_t together)
         !is_fine(seen->shape[0] > 1 && (seen->shape[0] & (seen->shape[0] - 1)) == 0, "a table must have 2^n places") ||
         !is_fine(is_array(counts, 2, INT64) && counts->shape[0] == tokens->shape[0] && counts->shape[1] == 3,
                  "there must be three int64 counts for each sequence") ||
-        !is_fine(together > 0, "at least one token must stand together"))
+        !is_fine(together > 0 && together <= MOST_TOGETHER, "1 to 64 tokens can stand together"))
         return false;
     memset(counts->buf, 0, (size_t)counts->len);
     look(tokens->buf, valid->buf, tokens->shape, together, seen->buf, former->buf, (uint64_t)seen->shape[0], counts->buf);

@@ -95,7 +95,7 @@ class Guarded:
         try:
             if self._rest.lasts and (running is None or running.is_plain):
                 return self._rest.run(self._engine, forward, args, kwargs)
-            self.planner.times.rested(self._rest.end())
+            self.planner.rested(*self._rest.end())
             mask, worth = self.answers.mask_in(given), None
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
@@ -106,7 +106,7 @@ class Guarded:
                 if why is not None:
                     learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
                     places = worth_of(worth, len(mask) if learns else 0)
-                    self._rest.begin(why, not places and not self.planner.times.always)
+                    self._rest.begin(why, not places and self.planner.has_nothing_to_do)
                     return self._left(forward, args, kwargs, tokens, mask, places, why)
             return self._guarded(forward, args, kwargs, mask, worth)
         finally:
@@ -391,7 +391,7 @@ class Guarded:
 
     def begin_anew(self, guard: Guard) -> None:
         """Ask this guard from now on."""
-        self.guard = guard
+        self.guard, self._rest = guard, Rest()
 
     def _tell_alarm(self) -> None:
         _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from time import thread_time
+from time import monotonic, thread_time
 from typing import Any, Final
+
+from torch import Tensor
 
 from attmemo.forward.engine import Engine
 from attmemo.forward.stats import Skip
@@ -12,6 +14,10 @@ from attmemo.forward.stats import Skip
 BETWEEN: Final = 0.025
 """Seconds of forwards from one that is looked at to the next one. To look at one takes up to 0.25 ms, for its code and
 tables are not in the caches any more: a tenth of a line of a small model."""
+LONGEST: Final = 1.0
+"""Seconds after which a forward is looked at, however little was asked."""
+REMEMBERED: Final = 64
+"""Inputs that are remembered at most."""
 
 
 class Rest:
@@ -19,21 +25,23 @@ class Rest:
 
     def __init__(self) -> None:
         self._why: Skip | bool = False
-        self._left = self._taken = 0.0
+        self._left = self._taken = self._until = 0.0
+        self._inputs: list[tuple[Tensor, Tensor]] = []
 
     @property
     def lasts(self) -> bool:
         """Whether the next forward is not to be looked at."""
-        return self._left > 0.0
+        return self._left > 0.0 and monotonic() < self._until
 
-    def begin(self, why: Skip, taught_nothing: bool) -> None:
-        """Begin behind a forward that was left to the blocks, if it taught nothing."""
-        self._why, self._left = why, BETWEEN if taught_nothing else 0.0
+    def begin(self, why: Skip, rests: bool) -> None:
+        """Begin behind a forward that was left to the blocks, if all is to rest."""
+        self._why, self._left, self._until = why, BETWEEN if rests else 0.0, monotonic() + LONGEST
 
-    def end(self) -> float:
-        """Look at the next forward; return the seconds of those that were not looked at since this was asked last."""
-        taken, self._left, self._taken = self._taken, 0.0, 0.0
-        return taken
+    def end(self) -> tuple[float, list[tuple[Tensor, Tensor]]]:
+        """Look at the next forward; return the seconds, and ids and masks, of those that were not looked at."""
+        found = self._taken, self._inputs
+        self._left, self._taken, self._inputs = 0.0, 0.0, []
+        return found
 
     def run(self, engine: Engine, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the output of a forward that is not looked at; it is left for the reason of the one before."""
@@ -43,4 +51,8 @@ class Rest:
         taken = thread_time() - start
         self._left -= taken
         self._taken += taken
+        # No copies: if the caller writes other ids into them meanwhile, those count.
+        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and len(self._inputs) < REMEMBERED:
+            self._inputs.append((ids, mask))
         return output

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from guarded import BASE, Case, guarded, run
+from guarded import BASE, Case, certify, guarded, run, taught
 from whole_calls import assert_same
 
 from attmemo.guard import rest
-from attmemo.guard.rest import BETWEEN, Rest
+from attmemo.guard.rest import BETWEEN, LONGEST, Rest
+from attmemo.guard.time_account import TimeAccount
 
 
 class Clock:
@@ -20,9 +21,9 @@ class Clock:
         self.now = 0.0
         monkeypatch.setattr(rest, "thread_time", lambda: self.now)
 
-    def forward(self, seconds: float = BETWEEN / 10) -> float:
-        self.now += seconds
-        return seconds
+    def forward(self, **inputs: Any) -> float:
+        self.now += BETWEEN / 10
+        return BETWEEN / 10
 
 
 @pytest.fixture(scope="module", name="case")
@@ -45,23 +46,52 @@ def left(model: Any) -> int:
 def test_it_lasts_as_long_as_forwards_take_between_two_looks(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, own, engine = Clock(monkeypatch), Rest(), served.attmemo.engine
     assert not own.lasts
-    own.begin("not_paying", True)
-    taken = [own.run(engine, clock.forward, (), {}) for _ in range(30) if own.lasts]
+    own.begin("records_do_not_pay", True)
+    taken = [own.run(engine, clock.forward, (), BASE) for _ in range(30) if own.lasts]
     assert len(taken) == pytest.approx(10, abs=1)
-    assert own.end() == pytest.approx(sum(taken))
-    assert own.end() == 0.0, "each second is told once"
+    seconds, inputs = own.end()
+    assert seconds == pytest.approx(sum(taken))
+    assert len(inputs) == len(taken)
+    assert own.end() == (0.0, []), "each forward is told once"
 
 
-def test_none_follows_a_forward_that_taught_something() -> None:
-    own = Rest()
-    own.begin("not_paying", False)
+def test_it_ends_with_time_where_little_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, now = Rest(), [0.0]
+    monkeypatch.setattr(rest, "monotonic", lambda: now[0])
+    own.begin("records_do_not_pay", True)
+    assert own.lasts
+    now[0] = LONGEST + 0.1
     assert not own.lasts
+
+
+def test_all_are_looked_at_behind_a_forward_that_is_left_for_its_time(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, looked = certify(taught(case.bare)), list[int]()
+    planner = served.attmemo.planner
+    planner.times.always = False
+    monkeypatch.setattr(planner.times, "ask", lambda tokens: False)
+    note = planner.note_repeats
+    monkeypatch.setattr(planner, "note_repeats", lambda *given: looked.append(1) or note(*given))
+    with torch.inference_mode():
+        for _ in range(10):
+            served(**BASE)
+    assert len(looked) == 10
+
+
+def test_what_is_asked_again_meanwhile_is_seen(served: Any) -> None:
+    planner = served.attmemo.planner
+    ids, mask = BASE["input_ids"], BASE["attention_mask"]
+    for _ in range(4):
+        planner.rested(0.001, [(ids, mask)] * 2)
+    assert planner.repeats.share > 0.8
 
 
 def test_forwards_that_are_not_looked_at_are_exact_and_counted(
     case: Case, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, looked, forwards = run(case.exact, BASE), [], 300
+    monkeypatch.setattr(TimeAccount, "rests", True)
     note = served.attmemo.planner.note_repeats
     monkeypatch.setattr(served.attmemo.planner, "note_repeats", lambda *given: looked.append(1) or note(*given))
     with torch.inference_mode():
