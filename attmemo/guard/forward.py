@@ -93,16 +93,17 @@ class Guarded:
             return forward(*args, **kwargs)
         self.deferred.began()
         try:
-            if self._rest.lasts and (running is None or running.is_plain):
+            if self._rest.left > 0.0 and self._rest.lasts and (running is None or running.is_plain):
                 return self._rest.run(self._engine, forward, args, kwargs)
-            self.planner.rested(*self._rest.end())
+            if self._rest.taken:
+                self.planner.rested(*self._rest.end())
             mask, worth = self.answers.mask_in(given), None
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and (running is None or running.is_plain):
-                worth = self.planner.note_repeats(given, mask, self.deferred.idle.is_busy)
+                worth = self.planner.note_repeats(given, mask, self.deferred.idle)
                 tokens, each = tokens_in(mask), self._engine.counters.done.seconds_per_row
-                why = self.planner.why_left(tokens, len(mask), self.deferred.spare, each)
+                why = self.planner.why_left(tokens, len(mask), self.deferred, each)
                 if why is not None:
                     learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
                     places = worth_of(worth, len(mask) if learns else 0)

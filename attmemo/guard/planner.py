@@ -15,7 +15,9 @@ from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
 from attmemo.forward.stats import Skip
+from attmemo.guard.deferred import Deferred
 from attmemo.guard.guard import ALL, Guard
+from attmemo.guard.idle import Idle
 from attmemo.guard.repeats import Repeats
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
@@ -256,10 +258,10 @@ class GuardedPlanner(RowPlanner):
         saved = int((asked.lengths - found.computed)[alike].sum())
         self.times.expect(saved / len(asked.tokens) / (1 + self.guard.certificate.counts.changed))
 
-    def why_left(self, tokens: int, batch: int, spare: int, seconds_per_row: float | None) -> Skip | None:
-        """Return why a forward is left to the blocks, None: it is looked up; `spare`: sequences that may wait."""
+    def why_left(self, tokens: int, batch: int, later: Deferred, seconds_per_row: float | None) -> Skip | None:
+        """Return why a forward is left to the blocks, None: it is looked up; `later`: what is learned in pauses."""
         # Until there are records, a forward is looked up to make some: where that is paid for, and no pause does it.
-        if not (self.times.always or len(self.index) or (self.times.learns and spare < batch)):
+        if not (self.times.always or len(self.index) or (self.times.learns and later.spare < batch)):
             return "no_records"
         return self.reason_to_leave(tokens, seconds_per_row)
 
@@ -275,19 +277,19 @@ class GuardedPlanner(RowPlanner):
             if mask.dim() == 2:
                 self.repeats.look(ids, mask)
 
-    def note_repeats(self, given: Mapping[str, Any], mask: Tensor, busy: bool) -> Flags | None:
+    def note_repeats(self, given: Mapping[str, Any], mask: Tensor, idle: Idle) -> Flags | None:
         """See how much of the arguments, with this mask ``[B, L]``, was asked before: learning is lent so much.
 
         Return which sequences are worth a record, None: all. Where each new record costs an old one, those are whose
         like was asked before: a flood of texts that never come again takes no place.
 
-        `busy`: there are no pauses to learn in; else nothing is lent.
+        Where there are pauses to learn in nothing is lent.
         """
         self._forwards += 1
-        self.times.lends = busy
         full = self._store is not None and not self._store.has_room
         if not full and (self.times.always or self._forwards % LOOKS != 1):
             return None
+        self.times.lends = idle.is_busy
         shares = self.repeats.look(ids_in(given), mask)
         self.times.repeats(self.repeats.share / (1 + self.guard.certificate.counts.changed))
         return None if shares is None or not full else shares >= KNOWN

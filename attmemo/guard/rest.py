@@ -21,26 +21,32 @@ REMEMBERED: Final = 64
 
 
 class Rest:
-    """The time between two forwards that a guard looks at."""
+    """The time between two forwards that a guard looks at.
+
+    Attributes
+    ----------
+    left, taken : float
+        Seconds of forwards until it is over, and of those that were not looked at.
+    """
 
     def __init__(self) -> None:
         self._why: Skip | bool = False
-        self._left = self._taken = self._until = 0.0
+        self.left = self.taken = self._until = 0.0
         self._inputs: list[tuple[Tensor, Tensor]] = []
 
     @property
     def lasts(self) -> bool:
         """Whether the next forward is not to be looked at."""
-        return self._left > 0.0 and monotonic() < self._until
+        return self.left > 0.0 and monotonic() < self._until
 
     def begin(self, why: Skip, rests: bool) -> None:
         """Begin behind a forward that was left to the blocks, if all is to rest."""
-        self._why, self._left, self._until = why, BETWEEN if rests else 0.0, monotonic() + LONGEST
+        self._why, self.left, self._until = why, BETWEEN if rests else 0.0, monotonic() + LONGEST
 
     def end(self) -> tuple[float, list[tuple[Tensor, Tensor]]]:
         """Look at the next forward; return the seconds, and ids and masks, of those that were not looked at."""
-        found = self._taken, self._inputs
-        self._left, self._taken, self._inputs = 0.0, 0.0, []
+        found = self.taken, self._inputs
+        self.left, self.taken, self._inputs = 0.0, 0.0, []
         return found
 
     def run(self, engine: Engine, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -49,8 +55,8 @@ class Rest:
         with engine.open(left=self._why):
             output = forward(*args, **kwargs)
         taken = thread_time() - start
-        self._left -= taken
-        self._taken += taken
+        self.left -= taken
+        self.taken += taken
         # No copies: if the caller writes other ids into them meanwhile, those count.
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         if isinstance(ids, Tensor) and isinstance(mask, Tensor) and len(self._inputs) < REMEMBERED:
