@@ -212,6 +212,12 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tables(output: Path) -> str:
+    """The numbers, and behind them those of a processor with AMX, which lie beside them."""
+    other = output.with_stem(output.stem + "-amx")
+    return "\n\n".join(table(json.loads(file.read_text())) for file in (output, other) if file.exists())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
@@ -223,7 +229,7 @@ def main() -> None:
     args = parser.parse_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {"streams": {}}
     if args.page is not None:
-        replace_measured(args.page, table(result))
+        replace_measured(args.page, tables(args.output))
         return
     from attmemo.system.machine import conditions
 

@@ -99,7 +99,7 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
         f"lines as they came; peer: {makers} ([peers.json](docs/peers.json), {commits([run])}).",
         f"With reuse, {len(streams)} streams that begin with nothing stored take {min(full):.2f} to {max(full):.2f} "
         f"times as long as exact without pauses; with pauses {min(half):.2f} to {max(half):.2f}, second half "
-        f"([workloads.json](docs/workloads.json), commit {workloads['commit']}).",
+        f"([workloads-amx.json](docs/workloads-amx.json), commit {workloads['commit']}).",
     ])  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure is not None:
         measure(args.measure, short=args.short)
-    names = ("peers", "workloads", "peers-avx512")
+    names = ("peers", "workloads-amx", "peers-avx512")
     peers, workloads, other = (json.loads((DOCS / f"{name}.json").read_text("utf-8")) for name in names)
     replace_measured(DOCS.parent / "README.md", readme(peers, workloads))
     replace_measured(DOCS / "measured.md", benchmarks(peers, other))
