@@ -2,7 +2,7 @@
 
     python scripts/bench_workloads.py ../shared docs/workloads.json                    # all: about 10 minutes
     python scripts/bench_workloads.py ../shared docs/workloads.json "log HDFS" rerank  # some; the others stay
-    python scripts/bench_workloads.py ../shared docs/workloads.json --page docs/workloads.md  # only the page's table
+    python scripts/bench_workloads.py ../shared docs/workloads.json --page docs/workloads-measured.md  # tables alone
 
 A process is stopped while it is not its turn: what a guard or a filler does beside requests, it does beside its own.
 At full load requests come without a pause, and nothing is done in idle times: everything is in the times that a way
