@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,6 +68,11 @@ def first_run(peers: Mapping[str, Any]) -> Run:
     )
 
 
+def workloads_of(run: Run) -> str:
+    """The file of workloads on a processor of the same kind."""
+    return "workloads-amx.json" if "amx_bf16" in run["conditions"]["features"] else "workloads.json"
+
+
 def first_table(run: Run) -> tuple[list[str], list[str]]:
     """The lines of the table of README.md, and the best peers in it."""
     rows = [
@@ -88,7 +94,7 @@ def first_table(run: Run) -> tuple[list[str], list[str]]:
 def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
     """The numbers of README.md."""
     run = first_run(peers)
-    lines, names = first_table(run)
+    name, (lines, names) = workloads_of(run), first_table(run)
     makers = ", ".join(sorted({name.split()[0] for name in names}))
     streams = list(workloads["streams"].values())
     full = [time for one in streams for time in one["rows"]["over exact"].values()]
@@ -99,7 +105,7 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
         f"lines as they came; peer: {makers} ([peers.json](docs/peers.json), {commits([run])}).",
         f"With reuse, {len(streams)} streams that begin with nothing stored take {min(full):.2f} to {max(full):.2f} "
         f"times as long as exact without pauses; with pauses {min(half):.2f} to {max(half):.2f}, second half "
-        f"([workloads-amx.json](docs/workloads-amx.json), commit {workloads['commit']}).",
+        f"([{name}](docs/{name}), commit {workloads['commit']}).",
     ])  # fmt: skip
 
 
@@ -180,14 +186,19 @@ def draw(run: Run) -> bytes:
         return png(figure)
 
 
+def read(name: str) -> Any:
+    """A JSON file in docs/."""
+    return json.loads((DOCS / name).read_text("utf-8"))
+
+
 def measure(shared: Path, *, short: bool) -> None:
     """Run the benchmarks that both pages show; with `short` that of the table in README.md alone."""
     scripts = Path(__file__).parent
-    commands = [("bench_peers.py", shared, DOCS, "--first" if short else "--pages")]
+    run = partial(subprocess.run, check=True)
+    run([sys.executable, scripts / "bench_peers.py", shared, DOCS, "--first" if short else "--pages"])
     if not short:
-        commands.append(("bench_workloads.py", shared, DOCS / "workloads.json"))
-    for script, *arguments in commands:
-        subprocess.run([sys.executable, scripts / script, *arguments], check=True)
+        output = DOCS / workloads_of(first_run(read("peers.json")))
+        run([sys.executable, scripts / "bench_workloads.py", shared, output])
 
 
 def main() -> None:
@@ -198,11 +209,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure is not None:
         measure(args.measure, short=args.short)
-    names = ("peers", "workloads-amx", "peers-avx512")
-    peers, workloads, other = (json.loads((DOCS / f"{name}.json").read_text("utf-8")) for name in names)
-    replace_measured(DOCS.parent / "README.md", readme(peers, workloads))
-    replace_measured(DOCS / "measured.md", benchmarks(peers, other))
-    (DOCS / "first-page.png").write_bytes(draw(first_run(peers)))
+    peers = read("peers.json")
+    run = first_run(peers)
+    replace_measured(DOCS.parent / "README.md", readme(peers, read(workloads_of(run))))
+    replace_measured(DOCS / "measured.md", benchmarks(peers, read("peers-avx512.json")))
+    (DOCS / "first-page.png").write_bytes(draw(run))
 
 
 if __name__ == "__main__":

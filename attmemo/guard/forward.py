@@ -107,7 +107,7 @@ class Guarded:
                 if why is not None:
                     learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
                     places = worth_of(worth, len(mask) if learns else 0)
-                    self._rest.begin(why, not places and self.planner.has_nothing_to_do)
+                    self._rest.begin(why, not places and (why == "no_records" or self.planner.times.rests))
                     return self._left(forward, args, kwargs, tokens, mask, places, why)
             return self._guarded(forward, args, kwargs, mask, worth)
         finally:
@@ -121,10 +121,9 @@ class Guarded:
         if mask is None or mask.dim() != 2:
             with self._engine.open(left=True):
                 return forward(*args, **kwargs)
-        if whole:
-            self._engine.counters.skip("asked_without_reuse", len(mask))
         places = [] if whole else shadow.choose(len(mask), self.deferred.spare)
-        return self._left(forward, args, kwargs, tokens_in(mask), mask, places, True)
+        why: Skip | bool = "asked_without_reuse" if whole else True
+        return self._left(forward, args, kwargs, tokens_in(mask), mask, places, why)
 
     def _left(
         self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, mask: Tensor,

@@ -265,17 +265,11 @@ class GuardedPlanner(RowPlanner):
             return "no_records"
         return self.reason_to_leave(tokens, seconds_per_row)
 
-    @property
-    def has_nothing_to_do(self) -> bool:
-        """Whether it can neither serve nor learn until time has passed. That one is left to be timed says less."""
-        return not self.times.always and (self.times.rests or not (len(self.index) or self.times.learns))
-
     def rested(self, seconds: float, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Note forwards that were not looked at: their time, and the ids and masks ``[B, L]`` of some."""
         self.times.rested(seconds)
         for ids, mask in inputs:
-            if mask.dim() == 2:
-                self.repeats.look(ids, mask)
+            self.repeats.look(ids, mask)
 
     def note_repeats(self, given: Mapping[str, Any], mask: Tensor, idle: Idle) -> Flags | None:
         """See how much of the arguments, with this mask ``[B, L]``, was asked before: learning is lent so much.

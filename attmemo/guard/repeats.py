@@ -42,7 +42,7 @@ class Repeats:
 
         A sequence of fewer tokens is known; None: there are no such tokens.
         """
-        if not isinstance(ids, Tensor) or ids.shape != mask.shape or ids.shape[1] < TOGETHER:
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape != mask.shape or ids.shape[1] < TOGETHER:
             return None
         tokens = np.ascontiguousarray(ids.numpy(), np.int64)
         valid = np.ascontiguousarray(mask.numpy() != 0).view(np.uint8)

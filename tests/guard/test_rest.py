@@ -39,6 +39,13 @@ def _served(case: Case) -> Any:
     return model
 
 
+def looks(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each forward that is looked at."""
+    found, note = list[int](), model.attmemo.planner.note_repeats
+    monkeypatch.setattr(model.attmemo.planner, "note_repeats", lambda *given: found.append(1) or note(*given))
+    return found
+
+
 def left(model: Any) -> int:
     return sum(model.attmemo.stats()["not_looked_up"].values())
 
@@ -67,12 +74,11 @@ def test_it_ends_with_time_where_little_is_asked(monkeypatch: pytest.MonkeyPatch
 def test_all_are_looked_at_behind_a_forward_that_is_left_for_its_time(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, looked = certify(taught(case.bare)), list[int]()
+    served = certify(taught(case.bare))
     planner = served.attmemo.planner
     planner.times.always = False
     monkeypatch.setattr(planner.times, "ask", lambda tokens: False)
-    note = planner.note_repeats
-    monkeypatch.setattr(planner, "note_repeats", lambda *given: looked.append(1) or note(*given))
+    looked = looks(served, monkeypatch)
     with torch.inference_mode():
         for _ in range(10):
             served(**BASE)
@@ -90,10 +96,8 @@ def test_what_is_asked_again_meanwhile_is_seen(served: Any) -> None:
 def test_forwards_that_are_not_looked_at_are_exact_and_counted(
     case: Case, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, looked, forwards = run(case.exact, BASE), [], 300
+    expected, looked, forwards = run(case.exact, BASE), looks(served, monkeypatch), 300
     monkeypatch.setattr(TimeAccount, "rests", True)
-    note = served.attmemo.planner.note_repeats
-    monkeypatch.setattr(served.attmemo.planner, "note_repeats", lambda *given: looked.append(1) or note(*given))
     with torch.inference_mode():
         for _ in range(forwards):
             assert_same(served(**BASE), expected)
