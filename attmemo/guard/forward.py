@@ -107,7 +107,7 @@ class Guarded:
                 if why is not None:
                     learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
                     places = worth_of(worth, len(mask) if learns else 0)
-                    self._rest.begin(why, not places and (why == "no_records" or self.planner.times.rests))
+                    self._rest.begin(why, not places and self.planner.rests(why))
                     return self._left(forward, args, kwargs, tokens, mask, places, why)
             return self._guarded(forward, args, kwargs, mask, worth)
         finally:

@@ -33,7 +33,7 @@ again, seldom, for it makes a request take longer."""
 NICE: Final = 5
 """Added to the thread's nice value: what else runs gets three quarters of a core that both want."""
 _LOOK: Final = 0.005  # seconds between two looks whether work may begin: requests that come and go wake nothing
-_SELDOM: Final = 0.05  # the same where pauses are too short: two hundred looks a second took 2 % of a core
+_SELDOM: Final = 0.25  # the same where pauses are too short: two hundred looks a second took 2 % of a core
 _FEW: Final = 2  # pauses that tell whether there are any
 PATIENCE: Final = 10.0
 """Seconds that a closing process waits for work that runs."""

@@ -18,6 +18,7 @@ from attmemo.forward.stats import Skip
 from attmemo.guard.deferred import Deferred
 from attmemo.guard.guard import ALL, Guard
 from attmemo.guard.idle import Idle
+from attmemo.guard.prospect import Prospect
 from attmemo.guard.repeats import Repeats
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
@@ -31,12 +32,17 @@ from attmemo.rows.planner import Asked, Flags, Ints, RowPlanner, plan_of
 
 REMEMBERED: Final = 1 << 14
 """Inputs that count once, if they are tried while no request runs."""
-FIRST: Final = 4
-"""Sequences of a forward that may become records before it is known what a request takes."""
+NEW: Final = 16
+"""Sequences of a forward that may become records, beside requests: about as many as are stored until the next one."""
+WAITS: Final = 0.004
+"""Seconds: while it takes longer to store what was offered, no sequence becomes a record."""
 UNKNOWN: Final = 2
 """Sequences of a forward with unknown changes that may become records."""
+SEEN: Final = 16
+"""First forwards that are all compared with those before, to see how much is asked again; later one of `LOOKS`."""
 LOOKS: Final = 2
-"""One of so many forwards is compared with those before, to see how much is asked again."""
+AGAIN: Final = 0.15
+"""Share of what is asked that was asked before from which on it is seen what records could supply."""
 KNOWN: Final = 0.3
 """Share of an input that was asked before from which on it becomes a record where each new record costs an old one."""
 AROUND: Final = 0.15
@@ -186,7 +192,7 @@ class GuardedPlanner(RowPlanner):
         self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store
         self._tried_before: set[int] = set()  # hashes of inputs whose records were tried while no request ran
         self.times = TimeAccount(always=not gated)
-        self.repeats, self._forwards = Repeats(), 0
+        self.repeats, self.prospect, self._forwards = Repeats(), Prospect(self._supplied), 0
         self._tried_at = 1.0  # the bound of changed answers, when it was tried last what records save
         if store is not None:
             store.pay_from(self.times)
@@ -231,11 +237,11 @@ class GuardedPlanner(RowPlanner):
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
         beside = {place: asking.reused(place) for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)}
         admitted: dict[int, Tokens] = {}
-        if most or self.times.balance is None:
+        if most and self._store is not None and (self.times.always or self._store.waits() <= WAITS):
             places = self._new(evidence, served, beside)
-            places = (places if asking.worth is None else places[asking.worth[places]])[: most or FIRST]
-            count = 0 if self._store is None else self._store.admit(asked.lengths[places])
-            admitted = _rows_of(asked, places[:count])
+            places = places if asking.worth is None else places[asking.worth[places]]
+            places = places[: most if self.times.always else min(most, NEW)]
+            admitted = _rows_of(asked, places[: self._store.admit(asked.lengths[places])])
         return plan_of(layer, spans, asked, found, served, admitted, beside)
 
     def _new(self, evidence: npt.NDArray[Any], served: Flags, tried: Mapping[int, Reused]) -> Ints:
@@ -253,17 +259,29 @@ class GuardedPlanner(RowPlanner):
         return np.concatenate(kinds)
 
     def _expect(self, asked: Asked, found: RowPlan) -> None:
-        """Note how much could be reused: each answer that changed makes a proof take as many samples again."""
-        alike = found.evidence >= (Evidence.SAME if self.guard.equal_only else Evidence.UNKNOWN)
-        saved = int((asked.lengths - found.computed)[alike].sum())
-        self.times.expect(saved / len(asked.tokens) / (1 + self.guard.certificate.counts.changed))
+        """Note how much could be reused."""
+        self.times.expect(self._saved(asked, found), self._saved(asked, found, Evidence.FREELY))
+
+    def _supplied(self, asked: Asked, index: TokenIndex) -> float:
+        """The share of the rows of these inputs that records with the tokens of this index could supply."""
+        return self._saved(asked, self._planned_from(index, asked, index.candidates(asked.tokens, asked.starts)))
+
+    def _saved(self, asked: Asked, found: RowPlan, least: Evidence = Evidence.UNKNOWN) -> float:
+        """The share of the rows that a plan saves, once all changes that are not known to be harmful are verified."""
+        alike = found.evidence >= (Evidence.SAME if self.guard.equal_only else least)
+        return int((asked.lengths - found.computed)[alike].sum()) / len(asked.tokens)
 
     def why_left(self, tokens: int, batch: int, later: Deferred, seconds_per_row: float | None) -> Skip | None:
         """Return why a forward is left to the blocks, None: it is looked up; `later`: what is learned in pauses."""
         # Until there are records, a forward is looked up to make some: where that is paid for, and no pause does it.
-        if not (self.times.always or len(self.index) or (self.times.learns and later.spare < batch)):
+        at_once = self.times.learns and (self.times.lends or later.spare < batch)
+        if not (self.times.always or len(self.index) or at_once):
             return "no_records"
         return self.reason_to_leave(tokens, seconds_per_row)
+
+    def rests(self, why: Skip) -> bool:
+        """Whether, behind a forward that was left, some are not looked at: there is nothing to serve or to learn."""
+        return self._forwards > SEEN and (why == "no_records" or self.times.rests)
 
     def rested(self, seconds: float, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Note forwards that were not looked at: their time, and the ids and masks ``[B, L]`` of some."""
@@ -272,7 +290,7 @@ class GuardedPlanner(RowPlanner):
             self.repeats.look(ids, mask)
 
     def note_repeats(self, given: Mapping[str, Any], mask: Tensor, idle: Idle) -> Flags | None:
-        """See how much of the arguments, with this mask ``[B, L]``, was asked before: learning is lent so much.
+        """See how much of the arguments, with this mask ``[B, L]``, was asked before, and what records could supply.
 
         Return which sequences are worth a record, None: all. Where each new record costs an old one, those are whose
         like was asked before: a flood of texts that never come again takes no place.
@@ -281,11 +299,15 @@ class GuardedPlanner(RowPlanner):
         """
         self._forwards += 1
         full = self._store is not None and not self._store.has_room
-        if not full and (self.times.always or self._forwards % LOOKS != 1):
+        if not full and (self.times.always or (self._forwards > SEEN and self._forwards % LOOKS)):
             return None
         self.times.lends = idle.is_busy
         shares = self.repeats.look(ids_in(given), mask)
-        self.times.repeats(self.repeats.share / (1 + self.guard.certificate.counts.changed))
+        if self.times.lends and shares is not None:
+            # Where all is known, or too short to tell, records may supply much, too.
+            if alike := self.repeats.share >= AGAIN or shares.min() == 1.0:
+                self.prospect.look(given, mask)
+            self.times.hope(self.prospect.share if alike else 0.0)
         return None if shares is None or not full else shares >= KNOWN
 
     def _most(self, asked: Asked, found: RowPlan) -> int:
@@ -299,7 +321,7 @@ class GuardedPlanner(RowPlanner):
 
     def learns_at_once(self, asking: Asking) -> bool:
         """Whether answers are verified in the forward itself: while there are idle times, all is learned in those."""
-        return self.times.always or asking.spare < asking.batch
+        return self.times.always or self.times.lends or asking.spare < asking.batch
 
     def _tried(
         self, layer: int, call: Call, spans: Spans, forward: Forward, given: Given, asking: Asking
@@ -361,7 +383,7 @@ class GuardedPlanner(RowPlanner):
         self.guard = guard
         self._tried_before.clear()
         self._tried_at = 1.0
-        self.times = TimeAccount(self.times.always)
+        self.times, self.prospect = TimeAccount(self.times.always), Prospect(self._supplied)
         if self._store is not None:
             self._store.pay_from(self.times)
 
@@ -382,11 +404,12 @@ class GuardedPlanner(RowPlanner):
         return found.without(waits & (found.rows[:, 0] < 0))
 
     def planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
+        return self._planned_from(self.index, asked, candidates)
+
+    def _planned_from(self, index: TokenIndex, asked: Asked, candidates: Candidates) -> RowPlan:
         guard = self.guard
         demand = guard.demand(self.threshold, self._rounds)
-        return self.index.plan(
-            asked.tokens, asked.starts, candidates, self.rule, self.kinds, demand, guard.verified.table
-        )
+        return index.plan(asked.tokens, asked.starts, candidates, self.rule, self.kinds, demand, guard.verified.table)
 
 
 def worth_of(worth: Flags | None, count: int) -> Sequence[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from attmemo.forward.engine import Engine
 from attmemo.forward.stats import Skip
 
-BETWEEN: Final = 0.025
+BETWEEN: Final = 0.1
 """Seconds of forwards from one that is looked at to the next one. To look at one takes up to 0.25 ms, for its code and
 tables are not in the caches any more: a tenth of a line of a small model."""
 LONGEST: Final = 1.0

@@ -3,10 +3,11 @@
 Whole forwards are timed, with records and without, everything included that the guard does about them: by the
 processor time of their thread, which other processes hardly change. What a forward with records took less than one
 without was saved; what verifications and stored records took is what learning costs. Beside requests, learning goes on
-while the account covers it. Where much is asked that was asked before, it is lent what reuse will pay back; elsewhere
-it goes on slowly, and hardly costs a thing. To look up a batch costs about as much as one of its inputs, whatever is
-learned from it; so the account is saved up, and spent on few forwards. Records serve while that takes less time than
-none. While no request runs, learning costs nothing (`attmemo.guard.deferred`).
+while the account covers it. Where records could supply most rows, it is lent something; as changes become known, it is
+lent what those will pay back. Elsewhere it goes on slowly, and where records could supply next to nothing not at all.
+To look up a batch costs about as much as some of its inputs, whatever is learned from it; so the account is saved up,
+and spent on few forwards. Records serve while that takes less time than none. While no request runs, learning costs
+nothing (`attmemo.guard.deferred`).
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ SHARE: Final = 0.01
 GIVEN: Final = 8.0
 """Requests without reuse whose time the account begins with. It holds no more: so much is lost where a stream
 changes."""
-LENT: Final = 64.0
-"""Requests without reuse whose time is lent to learning where records could supply all rows; where they could supply a
-part, a part of it. Reuse pays it back."""
-SEED: Final = 32.0
-"""The same where all that is asked was asked before, word for word: for the first records."""
-REPEATED: Final = 0.3
-"""Share of what is asked that was asked before from which on this is lent: of logs .5 to .9, of free text .1."""
+AROUND: Final = 0.15
+"""Share of a forward that reuse takes itself, about. Where records could supply no more, nothing is learned."""
+WORTH: Final = 0.45
+"""Share of a forward beyond `AROUND` that records could supply from which on learning is lent something: the records
+and samples of a proof take as long as some hundred requests. Lines of logs are worth .3 to .7, pairs and forms .1 to
+.2, free text nothing."""
+SEED: Final = 128.0
+"""Requests without reuse whose time is lent first: a quarter of what a proof takes."""
+PAYS_BACK: Final = 768.0
+"""Requests within which known changes, as many as now, pay back what is lent more."""
 FULL: Final = 0.5
 """Share of `GIVEN` from which on learning begins; it goes on until nothing is left, and nothing is lent."""
 LATELY: Final = 0.25
-"""Weight of the newest forward in what records could supply."""
+"""Weight of the newest forward in what records supply."""
 SAVED: Final = 0.5
 """Share of what reuse saved that learning may cost."""
 FEW: Final = 8
@@ -57,12 +61,11 @@ class _Times:
     """The last forwards of a kind."""
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
-    mean: float = 0.0
+    usual: float = 0.0  # the median: the first ones of a process are slow
 
     def record(self, value: float) -> None:
         self.last.append(value)
-        most = _WILD * sorted(self.last)[len(self.last) // 2]
-        self.mean = sum([min(one, most) for one in self.last]) / len(self.last)
+        self.usual = statistics.median(self.last)
 
 
 @dataclass(slots=True)
@@ -104,10 +107,14 @@ class TimeAccount:
         self.balance: float | None = None  # seconds; None: what they are worth is not known yet
         self._spends = False  # it was full enough, and something is left
         self._saved = 0.0  # seconds that reuse saved in all
-        self._alike = 0.0  # share of the rows that records could supply, if all were verified
-        self._repeated = 0.0  # share of what is asked that was asked before
+        # Shares of the rows that records supply, as far as changes are known; could supply, if all were verified; and
+        # could supply if all that is asked had become records. None: not seen yet.
+        self._known = 0.0
+        self._found: float | None = None
+        self._hoped: float | None = None
         self._request = _Times()  # seconds a sequence, of forwards without reuse
         self._gains: deque[float] = deque(maxlen=LAST)  # share saved by forwards that verified nothing
+        self._unknown = 0.0  # taken for it while there are few; above 0: what is not known is tried
         self._sizes: dict[int, _Size] = {}  # by the tokens of the first forward: batches of a stream are all alike
         self._seen: dict[int, _Size] = {}  # by tokens that were seen: batches of one are of many lengths, and quick
         self._lock = ThreadLock()
@@ -139,25 +146,33 @@ class TimeAccount:
                 return math.inf
             if self.balance is None or not self._learns:
                 return 0.0
-            return max((self.balance - owed) / self._request.mean + self._lent, 0.0)
+            return max((self.balance - owed) / self._request.usual + self._lent, 0.0)
+
+    @property
+    def _gains_at_most(self) -> float:
+        """Share of a forward that records could save, once all is learned; 1: not seen yet."""
+        known = [share for share in (self._found, self._hoped) if share is not None]
+        return max(known) - AROUND if known else 1.0
 
     @property
     def _lent(self) -> float:
         """Requests that are lent."""
-        if not self.lends:
+        if not self.lends or self._hoped is None:
             return 0.0
-        return LENT * self._alike + (SEED * self._repeated if self._repeated >= REPEATED else 0.0)
+        first = SEED if self._gains_at_most >= WORTH else 0.0
+        return first + PAYS_BACK * max(self._known - AROUND, 0.0)
 
-    def expect(self, share: float) -> None:
-        """Records could supply this share of the rows of a forward, if all were verified."""
+    def expect(self, share: float, known: float) -> None:
+        """Records could supply this share of the rows of a forward, if all were verified; `known` of them as it is."""
         with self._lock:
-            self._alike += LATELY * (share - self._alike)
+            self._known += LATELY * (known - self._known)
+            self._found = share if self._found is None else self._found + LATELY * (share - self._found)
             self._see()
 
-    def repeats(self, share: float) -> None:
-        """So much of what is asked lately was asked before."""
+    def hope(self, share: float) -> None:
+        """If all that is asked had become records, they could supply this share of the rows."""
         with self._lock:
-            self._repeated = share
+            self._hoped = share
             self._see()
 
     @property
@@ -166,8 +181,8 @@ class TimeAccount:
 
     @property
     def _gain(self) -> float:
-        """Share of their time that records save lately, without verifications; a little above 0: not known."""
-        return statistics.median(self._gains) if len(self._gains) >= _TRIED else SHARE
+        """Share of their time that records save lately, without verifications."""
+        return statistics.median(self._gains) if len(self._gains) >= _TRIED else self._unknown
 
     def record(
         self, tokens: int, sequences: int, seconds: float, reused: bool, learned: int = 0, again: int = 0
@@ -187,14 +202,14 @@ class TimeAccount:
             if not reused:
                 size.whole.record(seconds / tokens)
                 self._request.record(seconds / sequences)
-            if not size.is_known or not size.whole.mean:  # a clock may be too coarse for a small model
+            if not size.is_known or not size.whole.usual:  # a clock may be too coarse for a small model
                 return
-            usual = tokens * size.whole.mean
+            usual = tokens * size.whole.usual
             saved, cost = usual - min(seconds, _WILD * usual), 0.0
             if reused and FEW * learned > sequences:  # a part of it is paid for once, whatever is verified
                 cost, saved = max(self._gain, 0.0) * usual - saved, max(self._gain, 0.0) * usual
             elif reused:
-                cost = again * size.whole.mean
+                cost = again * size.whole.usual
                 saved += cost
                 self._gains.append(saved / usual)
             if reused:
@@ -218,7 +233,7 @@ class TimeAccount:
         return SAVED * saved if saved > 0.0 else saved
 
     def _earn(self, seconds: float) -> None:
-        most = GIVEN * self._request.mean
+        most = GIVEN * self._request.usual
         self.balance = min((most if self.balance is None else self.balance) + seconds, most)
         self._see()
 
@@ -226,7 +241,8 @@ class TimeAccount:
         """Begin or end learning, as the account stands."""
         if self.balance is not None:
             least = 0.0 if self._spends else FULL * GIVEN
-            self._spends = self.balance > (least - self._lent) * self._request.mean
+            held = self.balance > (least - self._lent) * self._request.usual
+            self._spends = held and self._gains_at_most > 0.0
 
     def spend(self, seconds: float) -> None:
         """Something else took so long that the account is to pay."""
@@ -247,6 +263,7 @@ class TimeAccount:
         """Forget what records save: more of them may serve from now on."""
         with self._lock:
             self._gains.clear()
+            self._unknown = SHARE
 
     @property
     def pays(self) -> bool | None:

@@ -7,7 +7,20 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from attmemo.guard.time_account import FULL, GIVEN, LAST, LENT, OFTEN, SAVED, SELDOM, SHARE, TimeAccount
+from attmemo.guard.time_account import (
+    AROUND,
+    FULL,
+    GIVEN,
+    LAST,
+    OFTEN,
+    PAYS_BACK,
+    SAVED,
+    SEED,
+    SELDOM,
+    SHARE,
+    WORTH,
+    TimeAccount,
+)  # fmt: skip
 
 TOKENS = 700
 SEQUENCES = 4
@@ -121,35 +134,66 @@ def test_the_account_is_saved_up_and_spent_on_few_forwards() -> None:
     assert 0 < begun < 3000 * SHARE * SEQUENCES / (FULL * GIVEN) + 2
 
 
-def test_what_records_could_save_is_lent_and_no_more() -> None:
+def poor() -> TimeAccount:
+    """An account of which nothing is left."""
     account = TimeAccount()
     Stream(account).run(10, 1.0)
     account.spend(GIVEN / SEQUENCES)
     assert not account.learns
-    for _ in range(100):
-        account.expect(0.5)
-    assert account.learns
+    return account
+
+
+@pytest.mark.parametrize(("share", "lent"), [(AROUND + WORTH - 0.01, 0.0), (AROUND + WORTH + 0.01, SEED)])
+def test_where_records_could_supply_most_something_is_lent_and_no_more(share: float, lent: float) -> None:
+    account = poor()
+    account.hope(share)
+    assert account.learns == (lent > 0.0)
     assert not account.has_own
-    assert account.afford() == pytest.approx(0.5 * LENT, rel=0.01)
-    account.spend(0.5 * LENT / SEQUENCES)
+    assert account.afford() == pytest.approx(lent)
+    account.spend(lent / SEQUENCES)
     assert not account.learns
-    for _ in range(100):
-        account.expect(0.0)
     assert account.afford() == 0.0
+
+
+def test_what_known_changes_pay_back_is_lent_beside() -> None:
+    account = poor()
+    account.hope(0.9)
+    for _ in range(100):
+        account.expect(0.9, known=0.5)
+    assert account.afford() == pytest.approx(SEED + PAYS_BACK * (0.5 - AROUND), rel=0.01)
+    account.hope(0.0)
+    for _ in range(100):
+        account.expect(0.0, known=0.0)
+    assert account.afford() == 0.0
+
+
+def test_where_records_could_supply_next_to_nothing_nothing_is_learned() -> None:
+    account = TimeAccount()
+    Stream(account).run(10, 1.0)
+    assert account.learns
+    account.hope(AROUND)
+    assert not account.learns
+    account.hope(AROUND + 0.01)
+    assert account.learns
 
 
 def test_nothing_is_lent_where_learning_has_idle_times() -> None:
-    account = TimeAccount()
-    Stream(account).run(10, 1.0)
-    account.spend(GIVEN / SEQUENCES)
+    account = poor()
     account.lends = False
-    account.expect(1.0)
-    account.repeats(1.0)
+    account.hope(1.0)
     assert not account.learns
     assert account.afford() == 0.0
     account.lends = True
-    account.expect(1.0)
+    account.hope(1.0)
     assert account.learns
+
+
+def test_slow_first_forwards_make_reuse_no_faster() -> None:
+    account = TimeAccount()
+    for seconds in (10.0, 3.0, *[1.0] * (LAST - 2)):
+        account.record(TOKENS, SEQUENCES, seconds, False)
+    Stream(account).run(8 * LAST, 1.0)
+    assert account.pays is False
 
 
 def test_reuse_begins_again_once_it_pays() -> None:
