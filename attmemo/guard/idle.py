@@ -79,7 +79,7 @@ class Idle:
     def _begin(self) -> None:
         self._running, self._ended = 0, monotonic()
         self._gaps: deque[float] = deque(maxlen=GAPS)
-        self._since = 0  # requests since the last part
+        self._since, self._works = 0, False  # requests since the last part; whether there was one
         self._without = 0  # that began while others ran, since the last pause
         self._part_takes = FIRST  # seconds, as they were seen last
         self._signal = _Signal()
@@ -96,11 +96,15 @@ class Idle:
 
     @property
     def is_busy(self) -> bool:
-        """Whether pauses between requests are too short for work, most of them, or there are none, or no thread."""
+        """Whether pauses between requests are too short for work, most of them, or there are none, or no thread.
+
+        Where work was done a few requests ago, there are pauses.
+        """
         with self._lock:
             if self._signal.closing.is_set() or self._without > GAPS or len(self._gaps) < _FEW:
                 return True
-            return sorted(self._gaps)[len(self._gaps) // 2] < self._quiet + self._part_takes
+            worked = self._works and self._since < GAPS
+            return not worked and sorted(self._gaps)[len(self._gaps) // 2] < self._quiet + self._part_takes
 
     def began(self) -> None:
         """A request begins."""
@@ -164,7 +168,7 @@ class Idle:
         with self._part:
             work = self._work()
             with self._lock:
-                self._since, left = 0, max(self._ended + self._expected - monotonic(), 0.0)
+                self._since, self._works, left = 0, True, max(self._ended + self._expected - monotonic(), 0.0)
             more = work is not None and work.do_part(left)
             self._see_part()
             return more

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attmemo.forward.batch_slices import ids_in
+from attmemo.forward.batch_slices import ids_in, tokens_in
 from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
@@ -154,6 +154,9 @@ class Store(Protocol):
 
     def waits(self) -> float:
         """Return the seconds that it takes to store what was offered."""
+
+    def takes(self, n: int) -> float:
+        """Return the seconds that it takes to store a sequence of so many tokens."""
 
     @property
     def has_room(self) -> bool:
@@ -307,7 +310,8 @@ class GuardedPlanner(RowPlanner):
             # Where all is known, or too short to tell, records may supply much, too.
             if alike := self.repeats.share >= AGAIN or shares.min() == 1.0:
                 self.prospect.look(given, mask)
-            self.times.hope(self.prospect.share if alike else 0.0)
+            stores = 0.0 if self._store is None else self._store.takes(tokens_in(mask) // len(mask))
+            self.times.hope(self.prospect.share if alike else 0.0, stores)
         return None if shares is None or not full else shares >= KNOWN
 
     def _most(self, asked: Asked, found: RowPlan) -> int:

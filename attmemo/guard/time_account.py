@@ -33,6 +33,9 @@ and samples of a proof take as long as some hundred requests. Lines of logs are 
 .2, free text nothing."""
 SEED: Final = 128.0
 """Requests without reuse whose time is lent first: a quarter of what a proof takes."""
+DEAR: Final = 1.2
+"""Times as long as a request takes: where it takes longer to store one, nothing is lent. Reuse would pay it back only
+after some thousand requests: lines on two threads with a matrix unit, which take 0.5 milliseconds each."""
 PAYS_BACK: Final = 768.0
 """Requests within which known changes, as many as now, pay back what is lent more."""
 FULL: Final = 0.5
@@ -53,7 +56,7 @@ ALIKE: Final = 1.5
 _KNOWN: Final = 2  # forwards without reuse before others are compared with them
 _TRIED: Final = 3  # forwards with records before it is judged what they save
 _MOST_SEEN: Final = 4096
-_WILD: Final = 2.0  # times the usual: what takes longer was not this process
+_WILD: Final = 2.0  # times what was done beside: what takes longer was not this process, or the machine was slow
 
 
 @dataclass(slots=True)
@@ -112,6 +115,7 @@ class TimeAccount:
         self._known = 0.0
         self._found: float | None = None
         self._hoped: float | None = None
+        self._is_dear: bool | None = None  # whether requests take so little time that reuse pays nothing back soon
         self._request = _Times()  # seconds a sequence, of forwards without reuse
         self._gains: deque[float] = deque(maxlen=LAST)  # share saved by forwards that verified nothing
         self._unknown = 0.0  # taken for it while there are few; above 0: what is not known is tried
@@ -157,7 +161,7 @@ class TimeAccount:
     @property
     def _lent(self) -> float:
         """Requests that are lent."""
-        if not self.lends or self._hoped is None:
+        if not self.lends or self._hoped is None or self._is_dear:
             return 0.0
         first = SEED if self._gains_at_most >= WORTH else 0.0
         return first + PAYS_BACK * max(self._known - AROUND, 0.0)
@@ -169,10 +173,16 @@ class TimeAccount:
             self._found = share if self._found is None else self._found + LATELY * (share - self._found)
             self._see()
 
-    def hope(self, share: float) -> None:
-        """If all that is asked had become records, they could supply this share of the rows."""
+    def hope(self, share: float, stores: float = 0.0) -> None:
+        """If all that is asked had become records, they could supply this share of the rows.
+
+        `stores`: seconds that it takes to store a request. If that is long beside the request itself, nothing is lent.
+        That is decided once, before something is lent.
+        """
         with self._lock:
             self._hoped = share
+            if self._is_dear is None and share >= AROUND + WORTH and self._request.usual:
+                self._is_dear = stores > DEAR * self._request.usual
             self._see()
 
     @property
@@ -205,7 +215,8 @@ class TimeAccount:
             if not size.is_known or not size.whole.usual:  # a clock may be too coarse for a small model
                 return
             usual = tokens * size.whole.usual
-            saved, cost = usual - min(seconds, _WILD * usual), 0.0
+            done = AROUND + again / tokens + learned / (2 * sequences)  # a record costs half a request here, about
+            saved, cost = usual - min(seconds, usual * (1.0 + _WILD * done)), 0.0
             if reused and FEW * learned > sequences:  # a part of it is paid for once, whatever is verified
                 cost, saved = max(self._gain, 0.0) * usual - saved, max(self._gain, 0.0) * usual
             elif reused:

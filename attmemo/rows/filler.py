@@ -111,6 +111,10 @@ class Filler(Generic[Item]):
         """Seconds of work that wait."""
         return (self._bytes + (self._taken if self._busy else 0)) * self._cost
 
+    def takes(self, nbytes: int) -> float:
+        """Seconds of work for an item of so many bytes."""
+        return nbytes * self._cost
+
     def offer(self, items: Sequence[Item], sizes: Sequence[int]) -> int:
         """Hand over, and return how many were taken, the first ones. `sizes`: bytes that each holds back.
 

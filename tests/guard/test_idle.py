@@ -99,8 +99,22 @@ def test_who_has_pauses_for_work_is_not_busy(monkeypatch: pytest.MonkeyPatch) ->
     clock = Clock(monkeypatch)
     assert after_requests(clock, [0.04], 0.02).idle.is_busy, "one pause says nothing"
     assert not after_requests(clock, [0.04] * 2, 0.02).idle.is_busy
-    assert after_requests(clock, [0.001] * 2, 0.0005).idle.is_busy, "requests follow each other"
-    assert after_requests(clock, [0.04] * 3, 0.06).idle.is_busy, "no part fits"
+    assert after_requests(clock, [0.001] * GAPS, 0.0005).idle.is_busy, "requests follow each other"
+    assert after_requests(clock, [0.04] * GAPS, 0.06).idle.is_busy, "no part fits"
+
+
+def test_where_work_was_done_a_few_requests_ago_there_are_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 0.002)
+    clock = Clock(monkeypatch)
+    worker = after_requests(clock, [0.04] * GAPS, 0.06)
+    assert worker.idle.is_busy, "no part fits"
+    worker.idle.part()
+    for _ in range(GAPS - 1):
+        worker.idle.began()
+        worker.idle.ended()
+        assert not worker.idle.is_busy
+    worker.idle.began()
+    assert worker.idle.is_busy
 
 
 def test_requests_that_overlap_are_no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from attmemo.guard.guard import ALL
-from attmemo.guard.planner import AROUND, UNKNOWN, GuardedPlanner
+from attmemo.guard.planner import AROUND, SEEN, UNKNOWN, GuardedPlanner
+from attmemo.guard.repeats import Repeats
 from attmemo.kernels.plan import Evidence
 from attmemo.rows.planner import Asked
 
@@ -79,3 +81,57 @@ def test_where_only_equal_inputs_are_reused_others_supply_nothing() -> None:
 def test_without_an_account_all_may_be_verified() -> None:
     found = plan_of([Evidence.UNKNOWN] * 40, [10] * 40)
     assert GuardedPlanner._most(planner(always=True), asked_of(*[10] * 40), found) == ALL
+
+
+def hopes(texts: list[list[int]], *, busy: bool = True) -> list[float]:
+    """What an account hears of the prospects of forwards of one text each; what records could supply is .7."""
+    told = list[float]()
+    times = SimpleNamespace(always=False, lends=False, hope=lambda share, stores: told.append(share))
+    own = SimpleNamespace(
+        times=times, repeats=Repeats(), _forwards=0, _store=SimpleNamespace(has_room=True, takes=lambda n: 0.0),
+        prospect=SimpleNamespace(share=0.7, look=lambda given, mask: None),
+    )  # fmt: skip
+    for text in texts:
+        ids = torch.tensor([text])
+        given, mask = {"input_ids": ids}, torch.ones_like(ids)
+        GuardedPlanner.note_repeats(own, given, mask, SimpleNamespace(is_busy=busy))  # type: ignore[arg-type]
+    return told
+
+
+def test_where_texts_repeat_it_is_seen_what_records_could_supply() -> None:
+    assert hopes([list(range(40))] * 9)[-1] == 0.7
+
+
+def test_where_none_repeats_records_could_supply_nothing() -> None:
+    assert set(hopes([list(range(40 * k, 40 * k + 40)) for k in range(9)])) == {0.0}
+
+
+def test_texts_too_short_to_tell_whether_they_repeat_are_looked_up() -> None:
+    assert set(hopes([[k, k + 1, k + 2] + [0] * 3 for k in range(9)])) <= {0.0, 0.7}
+    assert hopes([[1, 2, 3]] * 9) == [], "no six tokens can stand together"
+
+
+def test_where_learning_has_pauses_no_prospect_is_needed() -> None:
+    assert hopes([list(range(40))] * 9, busy=False) == []
+
+
+def test_after_the_first_forwards_every_second_one_is_seen() -> None:
+    assert len(hopes([list(range(40))] * (SEEN + 20))) == SEEN + 10
+
+
+@pytest.mark.parametrize(
+    ("forwards", "why", "rests", "expected"),
+    [(SEEN, "no_records", True, False), (SEEN + 1, "no_records", False, True),
+     (SEEN + 1, "records_do_not_pay", False, False), (SEEN + 1, "records_do_not_pay", True, True)],
+)  # fmt: skip
+def test_forwards_are_passed_over_once_it_is_seen_that_there_is_nothing_to_do(
+    forwards: int, why: Any, rests: bool, expected: bool
+) -> None:
+    own: Any = SimpleNamespace(_forwards=forwards, times=SimpleNamespace(rests=rests))
+    assert GuardedPlanner.rests(own, why) is expected
+
+
+@pytest.mark.parametrize(("lends", "expected"), [(True, True), (False, False)])
+def test_without_pauses_one_input_is_learned_from_at_once(lends: bool, expected: bool) -> None:
+    own: Any = SimpleNamespace(times=SimpleNamespace(always=False, lends=lends))
+    assert GuardedPlanner.learns_at_once(own, SimpleNamespace(spare=100, batch=1)) is expected  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 
 from attmemo.guard.time_account import (
     AROUND,
+    DEAR,
     FULL,
     GIVEN,
     LAST,
@@ -153,6 +154,15 @@ def test_where_records_could_supply_most_something_is_lent_and_no_more(share: fl
     account.spend(lent / SEQUENCES)
     assert not account.learns
     assert account.afford() == 0.0
+
+
+@pytest.mark.parametrize(("stores", "lends"), [(DEAR + 0.01, False), (DEAR - 0.01, True)])
+def test_nothing_is_lent_where_it_takes_much_longer_to_store_a_request(stores: float, lends: bool) -> None:
+    account = poor()
+    account.hope(0.0, stores=0.0)
+    for later in (stores, 0.0, 2 * DEAR):
+        account.hope(1.0, stores=later / SEQUENCES)
+        assert account.learns == lends, "decided once"
 
 
 def test_what_known_changes_pay_back_is_lent_beside() -> None:
