@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attmemo.forward.batch_slices import ids_in, tokens_in
+from attmemo.forward.batch_slices import ids_in
 from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
@@ -267,7 +267,7 @@ class GuardedPlanner(RowPlanner):
 
     def _supplied(self, asked: Asked, index: TokenIndex) -> float:
         """The share of the rows of these inputs that records with the tokens of this index could supply."""
-        return self._saved(asked, self._planned_from(index, asked, index.candidates(asked.tokens, asked.starts)))
+        return self._saved(asked, self.planned(asked, index.candidates(asked.tokens, asked.starts), index))
 
     def _saved(self, asked: Asked, found: RowPlan, least: Evidence = Evidence.UNKNOWN) -> float:
         """The share of the rows that a plan saves, once all changes that are not known to be harmful are verified."""
@@ -277,8 +277,8 @@ class GuardedPlanner(RowPlanner):
     def why_left(self, tokens: int, batch: int, later: Deferred, seconds_per_row: float | None) -> Skip | None:
         """Return why a forward is left to the blocks, None: it is looked up; `later`: what is learned in pauses."""
         # Until there are records, a forward is looked up to make some: where that is paid for, and no pause does it.
-        at_once = self.times.learns and (self.times.lends or later.spare < batch)
-        if not (self.times.always or len(self.index) or at_once):
+        always = self.times.always or len(self.index)
+        if not (always or (self.times.learns and (self.times.lends or later.spare < batch))):
             return "no_records"
         return self.reason_to_leave(tokens, seconds_per_row)
 
@@ -300,17 +300,21 @@ class GuardedPlanner(RowPlanner):
 
         Where there are pauses to learn in nothing is lent.
         """
+        if not mask.numel():
+            return None
         self._forwards += 1
         full = self._store is not None and not self._store.has_room
         if not full and (self.times.always or (self._forwards > SEEN and self._forwards % LOOKS)):
             return None
         self.times.lends = idle.is_busy
         shares = self.repeats.look(ids_in(given), mask)
-        if self.times.lends and shares is not None:
+        if not self.times.lends:
+            self.times.hope(None)  # learning waits for pauses, and asks for nothing
+        elif shares is not None:
             # Where all is known, or too short to tell, records may supply much, too.
             if alike := self.repeats.share >= AGAIN or shares.min() == 1.0:
                 self.prospect.look(given, mask)
-            stores = 0.0 if self._store is None else self._store.takes(tokens_in(mask) // len(mask))
+            stores = 0.0 if self._store is None else self._store.takes(mask.shape[1]) / mask.shape[1]
             self.times.hope(self.prospect.share if alike else 0.0, stores)
         return None if shares is None or not full else shares >= KNOWN
 
@@ -407,11 +411,8 @@ class GuardedPlanner(RowPlanner):
             return found
         return found.without(waits & (found.rows[:, 0] < 0))
 
-    def planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
-        return self._planned_from(self.index, asked, candidates)
-
-    def _planned_from(self, index: TokenIndex, asked: Asked, candidates: Candidates) -> RowPlan:
-        guard = self.guard
+    def planned(self, asked: Asked, candidates: Candidates, index: TokenIndex | None = None) -> RowPlan:
+        guard, index = self.guard, self.index if index is None else index
         demand = guard.demand(self.threshold, self._rounds)
         return index.plan(asked.tokens, asked.starts, candidates, self.rule, self.kinds, demand, guard.verified.table)
 

@@ -35,12 +35,12 @@ class Prospect:
 
     Attributes
     ----------
-    share : float
-        This share of what was asked lately; 0: not known yet.
+    share : float or None
+        This share of what was asked lately; None: not known yet.
     """
 
     def __init__(self, supplied: Callable[[Asked, TokenIndex], float]) -> None:
-        self.share = 0.0
+        self.share: float | None = None
         self._supplied, self._forwards, self._weight = supplied, 0, 0.0
         self._index, self._inputs = TokenIndex(), list[Tokens]()
         self._lock = ThreadLock()
@@ -57,14 +57,16 @@ class Prospect:
 
     def _see(self, ids: npt.NDArray[Any], valid: npt.NDArray[np.bool_]) -> None:
         lengths = valid.sum(1)
-        if not lengths.all():
+        lengths = lengths[lengths > 0]
+        if not len(lengths):
             return
         inputs = np.split(ids[valid].astype(np.int32), np.cumsum(lengths)[:-1])
         if self._inputs:
             some = [inputs[place] for place in range(0, len(inputs), max(len(inputs) // EACH, 1))]
             found = self._supplied(Asked.of(np.concatenate(some), np.array([len(one) for one in some])), self._index)
             self._weight += LATELY * (1.0 - self._weight)
-            self.share += LATELY / self._weight * (found - self.share)
+            before = self.share or 0.0
+            self.share = before + LATELY / self._weight * (found - before)
         self._inputs += inputs
         if len(self._inputs) > MOST:
             inputs = self._inputs = self._inputs[-MOST // 2 :]

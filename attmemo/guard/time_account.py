@@ -101,21 +101,21 @@ class TimeAccount:
     Attributes
     ----------
     lends : bool
-        Whether learning is lent something: where it has no idle times.
+        Whether learning may be lent something: where it has no idle times. To be set.
     """
 
     def __init__(self, always: bool = False) -> None:
         self.always = always
-        self.lends = True
+        self.lends = False
         self.balance: float | None = None  # seconds; None: what they are worth is not known yet
-        self._spends = False  # it was full enough, and something is left
+        self._holds = False  # it was full enough, and something is left
         self._saved = 0.0  # seconds that reuse saved in all
         # Shares of the rows that records supply, as far as changes are known; could supply, if all were verified; and
         # could supply if all that is asked had become records. None: not seen yet.
         self._known = 0.0
         self._found: float | None = None
         self._hoped: float | None = None
-        self._is_dear: bool | None = None  # whether requests take so little time that reuse pays nothing back soon
+        self._is_dear = True  # whether requests take so little time that reuse pays nothing back soon
         self._request = _Times()  # seconds a sequence, of forwards without reuse
         self._gains: deque[float] = deque(maxlen=LAST)  # share saved by forwards that verified nothing
         self._unknown = 0.0  # taken for it while there are few; above 0: what is not known is tried
@@ -129,7 +129,8 @@ class TimeAccount:
             size = self._size_or_none(tokens)
             if self.always or size is None:
                 return True
-            return not size.is_due and (not size.is_known or self._learns or self._gain > 0.0)
+            # What is not known to pay is tried whenever so much was saved up, whatever it is expected to bring.
+            return not size.is_due and (not size.is_known or self._learns or self._is_full or self._gain > 0.0)
 
     @property
     def learns(self) -> bool:
@@ -141,7 +142,7 @@ class TimeAccount:
     def has_own(self) -> bool:
         """Whether there is something left that was not lent: what never pays a loan back takes none."""
         with self._lock:
-            return self.always or (self._learns and self.balance is not None and self.balance > 0.0)
+            return self.always or (self._holds and self.balance is not None and self.balance > 0.0)
 
     def afford(self, owed: float = 0.0) -> float:
         """Return how many requests without reuse may take their time again, to learn, once `owed` seconds are paid."""
@@ -173,21 +174,26 @@ class TimeAccount:
             self._found = share if self._found is None else self._found + LATELY * (share - self._found)
             self._see()
 
-    def hope(self, share: float, stores: float = 0.0) -> None:
-        """If all that is asked had become records, they could supply this share of the rows.
+    def hope(self, share: float | None, stores: float = 0.0) -> None:
+        """If all that is asked had become records, they could supply this share of the rows; None: it is not known.
 
-        `stores`: seconds that it takes to store a request. If that is long beside the request itself, nothing is lent.
-        That is decided once, before something is lent.
+        `stores`: seconds that it takes to store a token. If that is long beside what the model takes, nothing is lent.
+        Once something is lent, that is not asked again.
         """
         with self._lock:
             self._hoped = share
-            if self._is_dear is None and share >= AROUND + WORTH and self._request.usual:
-                self._is_dear = stores > DEAR * self._request.usual
+            if self._is_dear and share is not None and share >= AROUND + WORTH:
+                known = [size.whole.usual for size in self._sizes.values() if size.is_known]
+                self._is_dear = not known or stores > DEAR * statistics.median(known)
             self._see()
 
     @property
     def _learns(self) -> bool:
-        return self.always or self._spends
+        return self.always or (self._holds and self._gains_at_most > 0.0)
+
+    @property
+    def _is_full(self) -> bool:
+        return self.balance is not None and self.balance > FULL * GIVEN * self._request.usual
 
     @property
     def _gain(self) -> float:
@@ -251,9 +257,8 @@ class TimeAccount:
     def _see(self) -> None:
         """Begin or end learning, as the account stands."""
         if self.balance is not None:
-            least = 0.0 if self._spends else FULL * GIVEN
-            held = self.balance > (least - self._lent) * self._request.usual
-            self._spends = held and self._gains_at_most > 0.0
+            least = 0.0 if self._holds else FULL * GIVEN
+            self._holds = self.balance > (least - self._lent) * self._request.usual
 
     def spend(self, seconds: float) -> None:
         """Something else took so long that the account is to pay."""

@@ -31,7 +31,7 @@ def repeated(asked: Asked, index: TokenIndex) -> float:
 def test_what_is_asked_again_could_all_be_supplied_from_the_second_forward_on() -> None:
     own = Prospect(repeated)
     own.look(*batch(1))
-    assert own.share == 0.0
+    assert own.share is None
     own.look(*batch(1))
     assert own.share == pytest.approx(1.0)
 
@@ -81,4 +81,13 @@ def test_forwards_without_tokens_are_passed_over() -> None:
     own.look({}, mask)
     own.look({"input_ids": given["input_ids"]}, torch.zeros_like(mask))
     own.look({"input_ids": given["input_ids"][:, :5]}, mask)
-    assert own.share == 0.0
+    assert own.share is None
+
+
+def test_an_empty_input_hides_none_of_the_others() -> None:
+    own, (given, mask) = Prospect(repeated), batch(1)
+    mask = mask.clone()
+    mask[2] = 0
+    for _ in range(2):
+        own.look(given, mask)
+    assert own.share == pytest.approx(1.0)

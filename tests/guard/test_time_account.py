@@ -141,6 +141,7 @@ def poor() -> TimeAccount:
     Stream(account).run(10, 1.0)
     account.spend(GIVEN / SEQUENCES)
     assert not account.learns
+    account.lends = True
     return account
 
 
@@ -160,9 +161,12 @@ def test_where_records_could_supply_most_something_is_lent_and_no_more(share: fl
 def test_nothing_is_lent_where_it_takes_much_longer_to_store_a_request(stores: float, lends: bool) -> None:
     account = poor()
     account.hope(0.0, stores=0.0)
-    for later in (stores, 0.0, 2 * DEAR):
-        account.hope(1.0, stores=later / SEQUENCES)
-        assert account.learns == lends, "decided once"
+    account.hope(1.0, stores=stores / TOKENS)
+    assert account.learns == lends
+    account.hope(1.0, stores=2 * DEAR / TOKENS)
+    assert account.learns == lends, "once something is lent, it is not asked again"
+    account.hope(1.0, stores=0.0)
+    assert account.learns, "longer requests may be worth it"
 
 
 def test_what_known_changes_pay_back_is_lent_beside() -> None:
@@ -185,6 +189,16 @@ def test_where_records_could_supply_next_to_nothing_nothing_is_learned() -> None
     assert not account.learns
     account.hope(AROUND + 0.01)
     assert account.learns
+
+
+def test_what_cannot_be_expected_to_pay_is_tried_from_time_to_time() -> None:
+    account = TimeAccount()
+    Stream(account).run(10, 1.0)
+    account.hope(0.0)
+    assert not account.learns
+    assert account.has_own, "8 bits may be proven"
+    assert Stream(account).run(1000, 1.3).over_exact < 1.0 + SHARE + 0.01
+    assert Stream(account).run(2000, 0.5).over_exact < 0.8, "records came, or what is asked changed"
 
 
 def test_nothing_is_lent_where_learning_has_idle_times() -> None:
