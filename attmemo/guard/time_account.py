@@ -33,9 +33,6 @@ and samples of a proof take as long as some hundred requests. Lines of logs are 
 .2, free text nothing."""
 SEED: Final = 128.0
 """Requests without reuse whose time is lent first: a quarter of what a proof takes."""
-DEAR: Final = 1.2
-"""Times as long as a request takes: where it takes longer to store one, nothing is lent. Reuse would pay it back only
-after some thousand requests: lines on two threads with a matrix unit, which take 0.5 milliseconds each."""
 PAYS_BACK: Final = 768.0
 """Requests within which known changes, as many as now, pay back what is lent more."""
 FULL: Final = 0.5
@@ -177,14 +174,15 @@ class TimeAccount:
     def hope(self, share: float | None, stores: float = 0.0) -> None:
         """If all that is asked had become records, they could supply this share of the rows; None: it is not known.
 
-        `stores`: seconds that it takes to store a token. If that is long beside what the model takes, nothing is lent.
-        Once something is lent, that is not asked again.
+        `stores`: seconds that it takes to store a token. Where the model takes less to compute one, nothing is lent:
+        reuse would pay it back only after some thousand requests, as with lines on AMX, which take half a millisecond
+        each. Once something is lent, that is not asked again.
         """
         with self._lock:
             self._hoped = share
             if self._is_dear and share is not None and share >= AROUND + WORTH:
                 known = [size.whole.usual for size in self._sizes.values() if size.is_known]
-                self._is_dear = not known or stores > DEAR * statistics.median(known)
+                self._is_dear = not known or stores > statistics.median(known)
             self._see()
 
     @property
