@@ -91,7 +91,7 @@ class Forward:
         Whether its guard leaves it to the blocks, and why, if that counts: it is looked up nowhere, and nothing is
         verified.
     asking : object
-        What its guard decides (`attmemo.guard.planner.Asking`).
+        What its guard decides (`attmemo.guard.asking.Asking`).
     space : object
         The handle of the namespace whose records and guard serve it (`attmemo.handle.namespaces`). None: those of the
         model. Inherited.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from attmemo.errors import ArgumentError, DataError
-from attmemo.guard.planner import Asking
+from attmemo.guard.asking import Asking
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.changes import Tokens
 from attmemo.rows.index import TokenIndex

@@ -32,11 +32,12 @@ from attmemo.forward.engine import Engine
 from attmemo.forward.row_usage import Observed
 from attmemo.forward.stats import Skip
 from attmemo.guard.answers import Answer, Answers, Read
+from attmemo.guard.asking import Asking, worth_of
 from attmemo.guard.change_log import Case, ChangeLog
 from attmemo.guard.confidence import Sureness, known
 from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part, spare_of, teaches_nothing
 from attmemo.guard.guard import Guard
-from attmemo.guard.planner import Asking, GuardedPlanner, worth_of
+from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.pooled import Pooled
 from attmemo.guard.rest import Rest
 from attmemo.guard.shadow import Shadow

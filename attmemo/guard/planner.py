@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Final, Protocol
 
@@ -15,6 +15,7 @@ from attmemo.forward.context import Forward, Given
 from attmemo.forward.plan import Plan, Reused, RowShare
 from attmemo.forward.planning import BY_HAND, Whole
 from attmemo.forward.stats import Skip
+from attmemo.guard.asking import Asking
 from attmemo.guard.deferred import Deferred
 from attmemo.guard.guard import ALL, Guard
 from attmemo.guard.idle import Idle
@@ -23,7 +24,6 @@ from attmemo.guard.repeats import Repeats
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.align import Rule, Tokens
-from attmemo.kernels.changes import Changes
 from attmemo.kernels.kinds import Kinds
 from attmemo.kernels.plan import Evidence, RowPlan
 from attmemo.models import Call, Spans
@@ -49,98 +49,6 @@ AROUND: Final = 0.15
 """Requests without reuse that a verification costs, about, beside the rows that it computes."""
 FALLS: Final = 0.7
 """Where the bound of changed answers has fallen to so much of what it was, it is tried anew what records save."""
-
-
-class Asking:
-    """One guarded forward: what was decided in it.
-
-    Parameters
-    ----------
-    room : int
-        Answers of it that may be verified afterwards.
-    spare : int
-        Sequences of it that may be learned from afterwards.
-    tries : bool
-        In a replay of what was answered exactly: all records are tried, and sequences without one become records.
-    decides : bool
-        In such a replay the guard decides as it would have in the request.
-    worth : bool [B], optional
-        Sequences that are worth a record; by default all.
-
-    Attributes
-    ----------
-    tokens_asked : int32 [sum n]
-        Tokens of its sequences, one behind the other.
-    plan : RowPlan or None
-        Records of its sequences; None: none was looked up.
-    starts : int64 [B + 1]
-        Where the tokens of its sequences begin.
-    verdicts : list of Verdict or None
-        What becomes of each sequence; None: it has no record.
-    epoch : int
-        Of the guard, when it decided.
-    exact, low, changed : set of int
-        Sequences that were to be served, and whose answers were computed exactly after all; of these those below the
-        margin; and sequences whose answer a record changed.
-    """
-
-    def __init__(
-        self, room: int = 0, spare: int = 0, tries: bool = False, decides: bool = False, worth: Flags | None = None
-    ) -> None:  # fmt: skip
-        self.room, self.spare, self.tries, self.decides, self.worth = room, spare, tries, decides, worth
-        self.tokens_asked: Tokens = np.zeros(0, np.int32)
-        self.planned, self.batch = False, 0
-        self.tokens = self.sequences = 0  # of the forward
-        self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
-        self.plan: RowPlan | None = None
-        self.starts: Ints = np.zeros(1, np.int64)
-        self.verdicts: list[Verdict | None] = []
-        self.epoch = 0
-        self.exact: set[int] = set()
-        self.low: set[int] = set()
-        self.changed: set[int] = set()
-
-    def where(self, *verdicts: Verdict) -> list[int]:
-        """Return the sequences with one of these verdicts."""
-        return [sequence for sequence, verdict in enumerate(self.verdicts) if verdict in verdicts]
-
-    def left(self, offered: Container[int]) -> list[int]:
-        """Return the sequences that were answered exactly, and are worth a record; not those that were offered."""
-        return [
-            place for place in worth_of(self.worth, len(self.verdicts))
-            if (verdict := self.verdicts[place]) is Verdict.LEAVE or (verdict is None and place not in offered)
-        ]  # fmt: skip
-
-    @property
-    def served(self) -> list[int]:
-        """Sequences with answers from records."""
-        return [place for place, one in enumerate(self.verdicts) if one is Verdict.SERVE or one is Verdict.OWE]
-
-    def serve_only(self, sequences: Set[int]) -> None:
-        """Note that of the sequences that were to be served only these were; the others were computed exactly."""
-        for sequence in self.served:
-            if sequence not in sequences:
-                self.exact.add(sequence)
-                self.verdicts[sequence] = None
-
-    def evidence(self, sequence: int) -> Evidence:
-        """Return how well the changes of a sequence are known."""
-        return Evidence.NONE if self.plan is None else Evidence(self.plan.evidence[sequence])
-
-    def changes(self, sequence: int) -> Changes:
-        """Return what changed between a sequence and its record."""
-        assert self.plan is not None
-        return self.plan.changes.of(sequence)
-
-    def tokens_of(self, sequence: int) -> Tokens:
-        """Return the tokens of a sequence."""
-        return self.tokens_asked[self.starts[sequence] : self.starts[sequence + 1]]
-
-    def reused(self, sequence: int) -> Reused:
-        """Return how its record would serve a sequence."""
-        assert self.plan is not None
-        begin, end = self.starts[sequence], self.starts[sequence + 1]
-        return Reused(int(self.plan.record[sequence]), self.plan.source[begin:end])
 
 
 class Store(Protocol):
@@ -415,11 +323,6 @@ class GuardedPlanner(RowPlanner):
         guard, index = self.guard, self.index if index is None else index
         demand = guard.demand(self.threshold, self._rounds)
         return index.plan(asked.tokens, asked.starts, candidates, self.rule, self.kinds, demand, guard.verified.table)
-
-
-def worth_of(worth: Flags | None, count: int) -> Sequence[int]:
-    """Return which sequences of a batch, of so many, are worth a record; None: all."""
-    return range(count) if worth is None else np.flatnonzero(worth[:count]).tolist()
 
 
 def _rows_of(asked: Asked, places: Ints) -> dict[int, Tokens]:

@@ -25,10 +25,10 @@ SHARE: Final = 0.01
 GIVEN: Final = 8.0
 """Requests without reuse whose time the account begins with. It holds no more: so much is lost where a stream
 changes."""
-AROUND: Final = 0.15
+OVERHEAD: Final = 0.15
 """Share of a forward that reuse takes itself, about. Where records could supply no more, nothing is learned."""
 WORTH: Final = 0.45
-"""Share of a forward beyond `AROUND` that records could supply from which on learning is lent something: the records
+"""Share of a forward beyond `OVERHEAD` that records could supply from which on learning is lent something: the records
 and samples of a proof take as long as some hundred requests. Lines of logs are worth .3 to .7, pairs and forms .1 to
 .2, free text nothing."""
 SEED: Final = 128.0
@@ -154,7 +154,7 @@ class TimeAccount:
     def _gains_at_most(self) -> float:
         """Share of a forward that records could save, once all is learned; 1: not seen yet."""
         known = [share for share in (self._found, self._hoped) if share is not None]
-        return max(known) - AROUND if known else 1.0
+        return max(known) - OVERHEAD if known else 1.0
 
     @property
     def _lent(self) -> float:
@@ -162,7 +162,7 @@ class TimeAccount:
         if not self.lends or self._hoped is None or self._is_dear:
             return 0.0
         first = SEED if self._gains_at_most >= WORTH else 0.0
-        return first + PAYS_BACK * max(self._known - AROUND, 0.0)
+        return first + PAYS_BACK * max(self._known - OVERHEAD, 0.0)
 
     def expect(self, share: float, known: float) -> None:
         """Records could supply this share of the rows of a forward, if all were verified; `known` of them as it is."""
@@ -180,7 +180,7 @@ class TimeAccount:
         """
         with self._lock:
             self._hoped = share
-            if self._is_dear and share is not None and share >= AROUND + WORTH:
+            if self._is_dear and share is not None and share >= OVERHEAD + WORTH:
                 known = [size.whole.usual for size in self._sizes.values() if size.is_known]
                 self._is_dear = not known or stores > statistics.median(known)
             self._see()
@@ -219,7 +219,7 @@ class TimeAccount:
             if not size.is_known or not size.whole.usual:  # a clock may be too coarse for a small model
                 return
             usual = tokens * size.whole.usual
-            done = AROUND + again / tokens + learned / (2 * sequences)  # a record costs half a request here, about
+            done = OVERHEAD + again / tokens + learned / (2 * sequences)  # a record costs half a request here, about
             saved, cost = usual - min(seconds, usual * (1.0 + _WILD * done)), 0.0
             if reused and FEW * learned > sequences:  # a part of it is paid for once, whatever is verified
                 cost, saved = max(self._gain, 0.0) * usual - saved, max(self._gain, 0.0) * usual

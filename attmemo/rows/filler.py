@@ -109,10 +109,10 @@ class Filler(Generic[Item]):
     @property
     def waits(self) -> float:
         """Seconds of work that wait."""
-        return (self._bytes + (self._taken if self._busy else 0)) * self._cost
+        return self.takes(self._bytes + (self._taken if self._busy else 0))
 
     def takes(self, nbytes: int) -> float:
-        """Seconds of work for an item of so many bytes."""
+        """Return the seconds of work on so many bytes."""
         return nbytes * self._cost
 
     def offer(self, items: Sequence[Item], sizes: Sequence[int]) -> int:
@@ -223,9 +223,9 @@ class Filler(Generic[Item]):
         """The share of a core that the thread must get for all to be stored in time."""
         now, own = time.monotonic(), 0.0
         if self._busy and self._taken:
-            expected = self._taken * self._cost
+            expected = self.takes(self._taken)
             own = max(expected - self._spent, expected / 8, PIECE)  # some take more than expected
-        both = own + self._bytes * self._cost
+        both = own + self.takes(self._bytes)
         return min(1.0, max(own / max(self._own_due - now, PIECE), both / max(self._due - now, PIECE)))
 
     def _pause(self) -> float:

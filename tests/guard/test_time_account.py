@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from attmemo.guard.time_account import (
-    AROUND,
     FULL,
     GIVEN,
     LAST,
     OFTEN,
+    OVERHEAD,
     PAYS_BACK,
     SAVED,
     SEED,
@@ -144,7 +144,7 @@ def poor() -> TimeAccount:
     return account
 
 
-@pytest.mark.parametrize(("share", "lent"), [(AROUND + WORTH - 0.01, 0.0), (AROUND + WORTH + 0.01, SEED)])
+@pytest.mark.parametrize(("share", "lent"), [(OVERHEAD + WORTH - 0.01, 0.0), (OVERHEAD + WORTH + 0.01, SEED)])
 def test_where_records_could_supply_most_something_is_lent_and_no_more(share: float, lent: float) -> None:
     account = poor()
     account.hope(share)
@@ -173,7 +173,7 @@ def test_what_known_changes_pay_back_is_lent_beside() -> None:
     account.hope(0.9)
     for _ in range(100):
         account.expect(0.9, known=0.5)
-    assert account.afford() == pytest.approx(SEED + PAYS_BACK * (0.5 - AROUND), rel=0.01)
+    assert account.afford() == pytest.approx(SEED + PAYS_BACK * (0.5 - OVERHEAD), rel=0.01)
     account.hope(0.0)
     for _ in range(100):
         account.expect(0.0, known=0.0)
@@ -184,9 +184,9 @@ def test_where_records_could_supply_next_to_nothing_nothing_is_learned() -> None
     account = TimeAccount()
     Stream(account).run(10, 1.0)
     assert account.learns
-    account.hope(AROUND)
+    account.hope(OVERHEAD)
     assert not account.learns
-    account.hope(AROUND + 0.01)
+    account.hope(OVERHEAD + 0.01)
     assert account.learns
 
 
