@@ -28,7 +28,7 @@ from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
 from attmemo.kernels.norms import norm_of
 from attmemo.kernels.packed_weights import Panels
-from attmemo.kernels.pages import Slab
+from attmemo.kernels.pages import Slab, keep_freed_memory
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
 from attmemo.kernels.row_sinks import Copies
 from attmemo.models.blocks import Block, Blocks, Routed
@@ -60,6 +60,7 @@ class Packed:
 
     def __init__(self, blocks: Blocks, dtype: torch.dtype, linear: LinearName = "exact") -> None:
         self.blocks, self.dtype, self.linear = blocks, dtype, linear
+        keep_freed_memory()
         shared = {block: _Layer(block, linear, blocks.rotary) for block in dict.fromkeys(blocks.blocks)}
         self._layers = [shared[block] for block in blocks.blocks]  # one block may run several times
         self._on_grid = dtype == torch.bfloat16 and any(isinstance(linear, Linear) for _, linear, _ in self.linears)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,41 @@ def arrays() -> list[np.ndarray[Any, Any]]:
     random = np.random.default_rng(0)
     return [random.normal(size=(700, 999)), random.integers(0, 9, 33, dtype=np.int8), np.zeros(0, np.float32),
             random.normal(size=1 << 20).astype(np.float32)]  # fmt: skip
+
+
+FAULTS = """
+import ctypes, resource
+from attmemo.kernels.pages import keep_freed_memory
+
+allocator = ctypes.CDLL(None)
+allocator.malloc.restype, allocator.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def touched():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        pieces = [allocator.malloc(1 << 20) for _ in range(56)]
+        for piece in pieces:
+            ctypes.memset(piece, 1, 1 << 20)
+        for piece in pieces:
+            allocator.free(piece)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+touched()
+first = touched()
+keep_freed_memory()
+touched()
+print(first, touched())
+"""
+
+
+def test_memory_that_is_freed_again_and_again_is_kept() -> None:
+    """56 MiB in pieces of 1 MiB, ten times."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    said = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, env=environment)
+    before, after = map(int, said.stdout.split())
+    if before < 10 * 1000:
+        pytest.skip(f"this allocator keeps freed memory by itself: {before} pages were touched anew")
+    assert after < before / 10
 
 
 def test_a_slab_keeps_the_numbers_at_multiples_of_a_line() -> None:
