@@ -15,18 +15,22 @@
  *   - Arguments are checked before anything is written. What leads into memory (starts, candidates) is copied before
  *     it is checked: another thread cannot change it afterwards.
  *   - Another thread may add to the table meanwhile: a change is then known, or not yet.
- *   - Two allocations a call: for copies, 24 bytes a candidate; for the work, at most 17 MiB, 9 bytes a token of the longest
- *     input, and 8 bytes a candidate of one input.
+ *   - Two allocations a call: for copies, 24 bytes a candidate; for the work of each thread at most 17 MiB, 9 bytes a
+ *     token of the longest input, and 8 bytes a candidate of one input.
  *
- * ROADS NOT TAKEN.  Threads: a batch costs less than waking a team.
+ * HOW.  Inputs are shared among threads. Each writes its gaps where the gaps of its tokens may lie; in the end they are
+ * moved together.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stdatomic.h>
+
 #include "gaps.h"
 #include "module.h"
 #include "pairing.h"
+#include "team.h"
 
 enum { NONE, ROUNDED, UNKNOWN, UNSURE, FREELY, FULLY, SAME }; /* as Evidence in attmemo/kernels/plan.py */
 enum { FREE, SLOT_MARK, VALUE_MARK, CHANGE_MARK, HARMFUL_MARK };
@@ -90,6 +94,7 @@ static int evidence_of(const Table *table, const Gaps *gaps, Py_ssize_t first, c
     return found;
 }
 
+/* What all threads read, and where each writes what its inputs have. */
 typedef struct {
     const int32_t *tokens;
     const int64_t *starts, *candidates;
@@ -98,12 +103,26 @@ typedef struct {
     int64_t *record, *computed;
     int32_t *source;
     uint8_t *evidence;
-    Gaps gaps;
-    int64_t *counts;    /* [near]: rows to compute with each candidate of one input; negative: it was tried */
-    int64_t *first_gap; /* [B + 1] */
-    int32_t *partner;   /* [tokens of one input] */
+    Gaps gaps;                /* those of an input from the place on that its first token and its number have together */
+    int64_t *gap_count, *twin; /* [B]: gaps of an input; an input before that is the same, -1: none */
     Py_ssize_t batch, near;
+    Rule rule;
+    Table table;
+    Demand demand;
+    char *memory; /* of the desks */
+    size_t per_desk;
+    Py_ssize_t longest_input, longest_record;
+    atomic_size_t next, desks; /* the next input; desks that are taken */
 } Job;
+
+/* What one thread works with. */
+typedef struct {
+    Work work;
+    int64_t *counts;  /* [near]: rows to compute with each candidate of an input; negative: it was tried */
+    int32_t *partner; /* [tokens of one input] */
+    Gaps gaps;
+    Py_ssize_t first_gap;
+} Desk;
 
 /* An input before this one that has the same tokens and the same candidates; -1: none. They often come together. */
 static Py_ssize_t twin_of(const Job *job, Py_ssize_t b)
@@ -119,50 +138,31 @@ static Py_ssize_t twin_of(const Job *job, Py_ssize_t b)
     return -1;
 }
 
-static void copy_twin(Job *job, Py_ssize_t b, Py_ssize_t twin)
-{
-    size_t length = (size_t)(job->starts[b + 1] - job->starts[b]);
-    memcpy(job->source + job->starts[b], job->source + job->starts[twin], length * sizeof *job->source);
-    job->record[b] = job->record[twin];
-    job->computed[b] = job->computed[twin];
-    job->evidence[b] = job->evidence[twin];
-    Gaps *gaps = &job->gaps;
-    for (int64_t g = job->first_gap[twin]; g < job->first_gap[twin + 1]; g++, gaps->count++) {
-        gaps->sequence[gaps->count] = b;
-        gaps->slot[gaps->count] = gaps->slot[g];
-        gaps->value[gaps->count] = gaps->value[g];
-        gaps->former[gaps->count] = gaps->former[g];
-        gaps->change[gaps->count] = gaps->change[g];
-        gaps->word[gaps->count] = gaps->word[g];
-    }
-}
-
-/* Writes the gaps of an input and a record in place of those from the input's first one on. */
-static void write_gaps(Job *job, Py_ssize_t b, Sequence input, Sequence record, const int32_t *source,
+/* Writes the gaps of an input and a record in place of those that the desk has. */
+static void write_gaps(Desk *desk, Py_ssize_t b, Sequence input, Sequence record, const int32_t *source,
                        const Rule *rule)
 {
     for (Py_ssize_t j = 0; j < input.length; j++) /* computed beside a partner: the partner again */
-        job->partner[j] = source[j] < -1 ? -2 - source[j] : source[j];
-    job->gaps.count = (Py_ssize_t)job->first_gap[b];
-    add_gaps(&job->gaps, b, input.tokens, input.length, record.tokens, record.length, job->partner, &rule->kinds);
+        desk->partner[j] = source[j] < -1 ? -2 - source[j] : source[j];
+    desk->gaps.count = desk->first_gap;
+    add_gaps(&desk->gaps, b, input.tokens, input.length, record.tokens, record.length, desk->partner, &rule->kinds);
 }
 
 /* How well the gaps of an input and its record are known, and whether the record's own answer is sure enough. */
-static int judge(const Job *job, Py_ssize_t b, int64_t record, const Table *table, const Demand *demand)
+static int judge(const Job *job, const Desk *desk, int64_t record)
 {
-    Py_ssize_t first = (Py_ssize_t)job->first_gap[b];
-    int found = evidence_of(table, &job->gaps, first, demand);
-    float own = job->own[record], least = found == FREELY ? demand->least_freely : demand->least;
+    int found = evidence_of(&job->table, &desk->gaps, desk->first_gap, &job->demand);
+    float own = job->own[record], least = found == FREELY ? job->demand.least_freely : job->demand.least;
     return found >= FREELY && own < least ? UNSURE : found;
 }
 
 /* The candidate of an input with the fewest rows to compute among those that were not tried; -1: none. */
-static Py_ssize_t next_best(const Job *job, Py_ssize_t b)
+static Py_ssize_t next_best(const Job *job, const Desk *desk, Py_ssize_t b)
 {
     Py_ssize_t best = -1;
     for (Py_ssize_t c = 0; c < job->near; c++)
-        if (job->candidates[b * job->near + c] >= 0 && job->counts[c] >= 0 &&
-            (best < 0 || job->counts[c] < job->counts[best]))
+        if (job->candidates[b * job->near + c] >= 0 && desk->counts[c] >= 0 &&
+            (best < 0 || desk->counts[c] < desk->counts[best]))
             best = c;
     return best;
 }
@@ -185,8 +185,11 @@ static Py_ssize_t same_as(const Job *job, Py_ssize_t b, Sequence input)
     return found;
 }
 
-static void plan_one(Job *job, Py_ssize_t b, Work *work, const Rule *rule, const Table *table, const Demand *demand)
+static void plan_one(const Job *job, Desk *desk, Py_ssize_t b)
 {
+    const Rule *rule = &job->rule;
+    const Demand *demand = &job->demand;
+    Work *work = &desk->work;
     Sequence input = {job->tokens + job->starts[b], job->starts[b + 1] - job->starts[b]};
     int32_t *source = job->source + job->starts[b];
     const size_t bytes = (size_t)input.length * sizeof *source;
@@ -208,14 +211,14 @@ static void plan_one(Job *job, Py_ssize_t b, Work *work, const Rule *rule, const
         if (candidates[c] < 0)
             continue;
         pair_tokens(work, input, records[c], rule);
-        job->counts[c] = apply_rule(work, input, records[c], rule);
-        if (best < 0 || job->counts[c] < job->counts[best]) {
+        desk->counts[c] = apply_rule(work, input, records[c], rule);
+        if (best < 0 || desk->counts[c] < desk->counts[best]) {
             best = c;
             memcpy(source, work->partner, bytes);
         }
     }
     for (Py_ssize_t round = 0; round < demand->tried && best >= 0 && found <= UNSURE; round++) {
-        int64_t computed = job->counts[best];
+        int64_t computed = desk->counts[best];
         const int32_t *supply = source;
         if (!suffices(computed, input.length, demand->share))
             break;
@@ -224,8 +227,8 @@ static void plan_one(Job *job, Py_ssize_t b, Work *work, const Rule *rule, const
             apply_rule(work, input, records[best], rule);
             supply = work->partner;
         }
-        write_gaps(job, b, input, records[best], supply, rule);
-        int own = judge(job, b, candidates[best], table, demand);
+        write_gaps(desk, b, input, records[best], supply, rule);
+        int own = judge(job, desk, candidates[best]);
         if (round == 0 || own > UNSURE) {
             held = best;
             found = own;
@@ -233,8 +236,8 @@ static void plan_one(Job *job, Py_ssize_t b, Work *work, const Rule *rule, const
                 memcpy(source, supply, bytes);
             job->computed[b] = computed;
         }
-        job->counts[best] = -1;
-        best = next_best(job, b);
+        desk->counts[best] = -1;
+        best = next_best(job, desk, b);
     }
     job->evidence[b] = (uint8_t)found;
     job->record[b] = held < 0 ? -1 : candidates[held];
@@ -242,20 +245,64 @@ static void plan_one(Job *job, Py_ssize_t b, Work *work, const Rule *rule, const
         job->computed[b] = input.length;
         memset(source, 0xff, bytes);
     } else
-        write_gaps(job, b, input, records[held], source, rule); /* others may have been tried since */
+        write_gaps(desk, b, input, records[held], source, rule); /* others may have been tried since */
 }
 
-static void plan_batch(Job *job, Work *work, const Rule *rule, const Table *table, const Demand *demand)
+/* Cuts the memory of a desk; returns how much. */
+static size_t set_desk(const Job *job, Desk *desk, char *memory)
 {
-    for (Py_ssize_t b = 0; b < job->batch; b++) {
-        job->first_gap[b] = job->gaps.count;
-        Py_ssize_t twin = twin_of(job, b);
-        if (twin >= 0)
-            copy_twin(job, b, twin);
-        else
-            plan_one(job, b, work, rule, table, demand);
-        job->first_gap[b + 1] = job->gaps.count;
+    size_t used = 0;
+    desk->counts = cut(memory, &used, (size_t)job->near, sizeof *desk->counts);
+    desk->partner = cut(memory, &used, (size_t)job->longest_input, sizeof *desk->partner);
+    return used + lay_out(&desk->work, memory ? memory + used : NULL, job->longest_input, job->longest_record);
+}
+
+/* What each thread does: it plans inputs until none is left. */
+static void plan_some(void *given)
+{
+    Job *job = given;
+    Desk desk = {.gaps = job->gaps};
+    set_desk(job, &desk, job->memory + atomic_fetch_add(&job->desks, 1) * job->per_desk);
+    for (size_t next; (next = atomic_fetch_add(&job->next, 1)) < (size_t)job->batch;) {
+        const Py_ssize_t b = (Py_ssize_t)next;
+        desk.first_gap = desk.gaps.count = (Py_ssize_t)job->starts[b] + b; /* one gap more than tokens at most */
+        if ((job->twin[b] = twin_of(job, b)) < 0)
+            plan_one(job, &desk, b);
+        job->gap_count[b] = desk.gaps.count - desk.first_gap;
     }
+}
+
+static void copy_gap(Gaps *gaps, Py_ssize_t to, Py_ssize_t from, Py_ssize_t b)
+{
+    gaps->sequence[to] = b;
+    gaps->slot[to] = gaps->slot[from];
+    gaps->value[to] = gaps->value[from];
+    gaps->former[to] = gaps->former[from];
+    gaps->change[to] = gaps->change[from];
+    gaps->word[to] = gaps->word[from];
+}
+
+/* Gives twins what the first of them has, and moves all gaps together; returns how many there are. */
+static Py_ssize_t gather(Job *job)
+{
+    Py_ssize_t count = 0;
+    for (Py_ssize_t b = 0; b < job->batch; b++) {
+        const Py_ssize_t twin = (Py_ssize_t)job->twin[b], first = count;
+        Py_ssize_t from = (Py_ssize_t)job->starts[b] + b;
+        if (twin >= 0) {
+            const size_t length = (size_t)(job->starts[b + 1] - job->starts[b]);
+            memcpy(job->source + job->starts[b], job->source + job->starts[twin], length * sizeof *job->source);
+            job->record[b] = job->record[twin];
+            job->computed[b] = job->computed[twin];
+            job->evidence[b] = job->evidence[twin];
+            job->gap_count[b] = job->gap_count[twin];
+            from = (Py_ssize_t)job->twin[twin]; /* where its gaps are now */
+        }
+        for (Py_ssize_t g = 0; g < job->gap_count[b]; g++)
+            copy_gap(&job->gaps, count++, from + g, b);
+        job->twin[b] = first;
+    }
+    return count;
 }
 
 /* ---- Python ---- */
@@ -302,55 +349,59 @@ static bool find_records(const Py_buffer *views, const int64_t *candidates, Py_s
     return true;
 }
 
-/* Plans a batch; returns how many gaps there are, or -1. */
-static Py_ssize_t plan_views(const Py_buffer *views, Rule *rule, const Demand *demand)
+/* Plans a batch on so many threads; returns how many gaps there are, or -1. */
+static Py_ssize_t plan_views(const Py_buffer *views, const Rule *rule, const Demand *demand, Py_ssize_t threads)
 {
-    rule->kinds = (Kinds){views[KINDS].buf, views[KINDS].shape[0]};
     Py_ssize_t batch = views[CANDIDATES].shape[0], near = views[CANDIDATES].shape[1], count = batch * near;
-    Py_ssize_t input = 0, record, gaps = -1;
+    Py_ssize_t gaps = -1;
     size_t used = 0;
-    char *copies = PyMem_RawMalloc((size_t)(2 * (batch + 1) + count) * 8 + (size_t)count * sizeof(Sequence));
+    Job job = {
+        .tokens = views[TOKENS].buf, .own = views[OWN].buf, .record = views[RECORD].buf,
+        .computed = views[COMPUTED].buf, .source = views[SOURCE].buf, .evidence = views[EVIDENCE].buf,
+        .gaps = {.sequence = views[SEQUENCE].buf, .slot = views[SLOT].buf, .value = views[VALUE].buf,
+                 .former = views[FORMER].buf, .change = views[CHANGE].buf, .word = views[IS_WORD].buf},
+        .batch = batch, .near = near, .rule = *rule, .demand = *demand,
+        .table = {views[KEYS].buf, views[DATA].buf, views[MARKS].buf, (size_t)views[KEYS].shape[0]},
+    };
+    job.rule.kinds = (Kinds){views[KINDS].buf, views[KINDS].shape[0]};
+    char *copies = PyMem_RawMalloc((size_t)(3 * batch + 1 + count) * 8 + (size_t)count * sizeof(Sequence));
     if (!copies) {
         PyErr_NoMemory();
         return -1;
     }
-    int64_t *starts = cut(copies, &used, (size_t)batch + 1, 8), *first_gap = cut(copies, &used, (size_t)batch + 1, 8);
-    int64_t *candidates = cut(copies, &used, (size_t)count, 8);
+    int64_t *starts = cut(copies, &used, (size_t)batch + 1, 8), *candidates = cut(copies, &used, (size_t)count, 8);
     Sequence *records = cut(copies, &used, (size_t)count, sizeof *records);
+    job.gap_count = cut(copies, &used, (size_t)batch, 8);
+    job.twin = cut(copies, &used, (size_t)batch, 8);
     memcpy(starts, views[STARTS].buf, (size_t)(batch + 1) * 8);
     memcpy(candidates, views[CANDIDATES].buf, (size_t)count * 8);
+    job.starts = starts;
+    job.candidates = candidates;
+    job.records = records;
     if (is_fine(are_starts(starts, batch, views[TOKENS].shape[0]), "starts must rise from 0 to all tokens") &&
-        find_records(views, candidates, count, records, &record)) {
+        find_records(views, candidates, count, records, &job.longest_record)) {
         for (Py_ssize_t b = 0; b < batch; b++)
-            input = starts[b + 1] - starts[b] > input ? starts[b + 1] - starts[b] : input;
-        Work work = {0};
-        size_t own = (size_t)near * 8 + (size_t)input * sizeof(int32_t);
-        char *memory = PyMem_RawMalloc(own + lay_out(&work, NULL, input, record));
-        if (memory) {
-            lay_out(&work, memory + own, input, record);
-            Job job = {
-                .tokens = views[TOKENS].buf, .starts = starts, .candidates = candidates, .records = records,
-                .own = views[OWN].buf, .record = views[RECORD].buf, .computed = views[COMPUTED].buf,
-                .source = views[SOURCE].buf, .evidence = views[EVIDENCE].buf, .counts = (int64_t *)memory,
-                .gaps = {.sequence = views[SEQUENCE].buf, .slot = views[SLOT].buf, .value = views[VALUE].buf,
-                         .former = views[FORMER].buf, .change = views[CHANGE].buf, .word = views[IS_WORD].buf},
-                .first_gap = first_gap, .partner = (int32_t *)(memory + (size_t)near * 8), .batch = batch, .near = near,
-            };
-            Table table = {views[KEYS].buf, views[DATA].buf, views[MARKS].buf, (size_t)views[KEYS].shape[0]};
+            job.longest_input = starts[b + 1] - starts[b] > job.longest_input ? starts[b + 1] - starts[b]
+                                                                               : job.longest_input;
+        Desk none = {0};
+        const size_t desks = (size_t)(threads < batch ? threads : batch);
+        job.per_desk = set_desk(&job, &none, NULL);
+        job.memory = PyMem_RawMalloc(desks * job.per_desk);
+        if (job.memory) {
             Py_BEGIN_ALLOW_THREADS
-            plan_batch(&job, &work, rule, &table, demand);
+            share(plan_some, &job, desks);
+            gaps = gather(&job);
             Py_END_ALLOW_THREADS
-            gaps = job.gaps.count;
         } else
             PyErr_NoMemory();
-        PyMem_RawFree(memory);
+        PyMem_RawFree(job.memory);
     }
     PyMem_RawFree(copies);
     return gaps;
 }
 
 PyDoc_STRVAR(plan_doc,
-             "plan($module, arrays, rule, demand, /)\n--\n\n"
+             "plan($module, arrays, rule, demand, threads, /)\n--\n\n"
              "Choose a record for each input, and return how many gaps there are: see attmemo.kernels.plan.\n\n"
              "`arrays` is a tuple of 20: tokens, starts, candidates, record_tokens, record_starts, kinds, own, keys,\n"
              "marks, data; written are record, source, computed, evidence, sequence, slot, value, former, change,\n"
@@ -360,12 +411,13 @@ static PyObject *native_plan(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *arrays;
     Py_buffer views[VIEWS];
-    Rule rule;
+    Rule rule = {0};
     Demand demand;
     int edges, ends, rounds;
-    if (!PyArg_ParseTuple(args, "O!(nnnpp)(dffnnnnp):plan", &PyTuple_Type, &arrays, &rule.near, &rule.near_numbers,
+    Py_ssize_t threads;
+    if (!PyArg_ParseTuple(args, "O!(nnnpp)(dffnnnnp)n:plan", &PyTuple_Type, &arrays, &rule.near, &rule.near_numbers,
                           &rule.most_moved, &edges, &ends, &demand.share, &demand.least, &demand.least_freely,
-                          &demand.tried, &demand.numbers, &demand.words, &demand.penalty, &rounds))
+                          &demand.tried, &demand.numbers, &demand.words, &demand.penalty, &rounds, &threads))
         return NULL;
     if (PyTuple_GET_SIZE(arrays) != VIEWS)
         return PyErr_Format(PyExc_ValueError, "there must be %d arrays", VIEWS);
@@ -376,13 +428,15 @@ static PyObject *native_plan(PyObject *Py_UNUSED(module), PyObject *args)
     for (int v = 0; v < VIEWS; v++)
         objects[v] = PyTuple_GET_ITEM(arrays, v);
     int held = hold(objects, views, VIEWS, RECORD);
-    Py_ssize_t gaps = held == VIEWS && check_plan(views, &rule, &demand) ? plan_views(views, &rule, &demand) : -1;
+    const bool fine = held == VIEWS && check_plan(views, &rule, &demand) && is_fine(threads > 0, "one thread at least");
+    Py_ssize_t gaps = fine ? plan_views(views, &rule, &demand, threads) : -1;
     release(views, held);
     return gaps < 0 ? NULL : PyLong_FromSsize_t(gaps);
 }
 
 static PyMethodDef native_methods[] = {
     {"plan", native_plan, METH_VARARGS, plan_doc},
+    {"use_team", native_use_team, METH_VARARGS, use_team_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -32,7 +32,7 @@
 #define JOIN(a, b) JOIN2(a, b)
 
 /* Whether the environment names this instruction set among those that are not to be used. */
-static bool is_left_out(const char *name)
+static inline bool is_left_out(const char *name)
 {
     static const char *_Atomic read; /* the environment is asked once a process */
     const char *words = read;
@@ -48,7 +48,7 @@ static bool is_left_out(const char *name)
 }
 
 /* Whether the processor has what functions of this suffix are compiled for, and they may be used. */
-static bool has_instructions(const char *name)
+static inline bool has_instructions(const char *name)
 {
     if (is_left_out(name))
         return false;

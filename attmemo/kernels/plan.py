@@ -14,13 +14,19 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from attmemo.kernels import _plan
 from attmemo.kernels.align import Alignment, Ints, Rule, Tokens, aligned
 from attmemo.kernels.changes import Changes, changes
 from attmemo.kernels.kinds import Kinds
+from attmemo.kernels.omp_team import join_torch
 
 Floats = npt.NDArray[np.float32]
+
+_MANY: Final = 1 << 12  # tokens times candidates: less is faster done than another thread is told of
+
+join_torch(_plan.use_team)
 
 
 class Evidence(IntEnum):
@@ -175,7 +181,8 @@ def plan(
     )  # fmt: skip
     moved = -1 if rule.most_moved is None else rule.most_moved
     settings = (rule.near, rule.near_where(words=False), moved, rule.edges, rule.ends)
-    count = _plan.plan(arrays, settings, demand)
+    threads = torch.get_num_threads() if len(tokens) * candidates.shape[1] > _MANY else 1
+    count = _plan.plan(arrays, settings, demand, threads)
     return RowPlan(found.record, found.source, found.computed, found.evidence, gaps.first(count))
 
 

@@ -91,6 +91,20 @@ class TestAgainstTheOracle:
         given_ = (*map(walled, arguments(inputs, records)), walled(random.integers(0, 2, 7).astype(np.uint8)), Rule())
         assert same(plan(*given_, EVERYTHING), plan_in_python(*given_, EVERYTHING))
 
+    @pytest.mark.parametrize("threads", [1, 2, 5])
+    def test_a_batch_that_threads_share_has_the_same_plan(self, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Candidates that only differ in what the rule adds, inputs of all lengths, and some that come again."""
+        random = np.random.default_rng(threads)
+        records = [random.integers(0, 30, 30).tolist() for _ in range(6)]
+        inputs = [changed(records[int(random.integers(6))], random, 30) for _ in range(80)]
+        inputs[70:] = inputs[:10]  # the last of them are too far behind to be found
+        given_ = arguments(inputs, records)
+        table = full(known_of(plan(*given_, WORDS, RULE, EVERYTHING).changes, random))
+        demand = Demand(0.2, 0.3, 0.6, 3, 2, 6, 4)
+        monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+        for rule in (RULE, Rule()):
+            assert same(plan(*given_, WORDS, rule, demand, table), plan_in_python(*given_, WORDS, rule, demand, table))
+
     def test_threads_that_plan_at_once_do_not_disturb_each_other(self) -> None:
         random = np.random.default_rng(1)
         records = [random.integers(0, 30, 200).tolist() for _ in range(4)]
@@ -194,7 +208,7 @@ def broken(place: int | None = None, value: Any = None) -> list[Any]:
 
 
 def run(arrays: list[Any], near: int = 1, near_numbers: int = 0) -> int:
-    return _plan.plan(tuple(arrays), (near, near_numbers, -1, True, True), EVERYTHING)
+    return _plan.plan(tuple(arrays), (near, near_numbers, -1, True, True), EVERYTHING, 1)
 
 
 def shorter(array: Any) -> Any:
