@@ -259,10 +259,12 @@ static Adds choose_adds(Py_ssize_t item)
     return item == 4 ? adds32_generic : adds16_generic;
 }
 
-/* The sequences of a batch that are embedded, one after the other. */
+/* The sequences of a batch that are embedded, one after the other; or tokens at some places. */
 typedef struct {
     const Batch *batch;
     const int64_t *starts;
+    const int64_t *places; /* [count] of the padded batch; NULL: those of all sequences that have rows */
+    size_t count;
     const char *words, *kinds, *positions; /* kinds, positions: NULL if there is no such table */
     char *out;
     size_t width, line; /* numbers and bytes of a row */
@@ -270,6 +272,51 @@ typedef struct {
     atomic_size_t next;
     atomic_bool wrong; /* a table has no such row */
 } Adding;
+
+/* Embeds the token at a place of the padded batch; false: a table has no such row. */
+static inline bool add_token(const Adding *job, size_t at, int64_t position, char *to)
+{
+    const Batch *batch = job->batch;
+    const int64_t token = batch->ids[at], type = batch->types ? batch->types[at] : 0;
+    if (token < 0 || token >= batch->words || position >= batch->positions || type < 0 ||
+        (job->kinds && type >= batch->kinds))
+        return false;
+    job->adds(job->words + (size_t)token * job->line, job->kinds ? job->kinds + (size_t)type * job->line : NULL,
+              job->positions ? job->positions + (size_t)position * job->line : NULL, job->width, to);
+    return true;
+}
+
+enum { PART = 64 }; /* places that a thread takes at once */
+
+static void add_places(void *given)
+{
+    Adding *job = given;
+    const Batch *batch = job->batch;
+    size_t part;
+    while ((part = atomic_fetch_add(&job->next, PART)) < job->count) {
+        const size_t end = part + PART < job->count ? part + PART : job->count;
+        size_t next = 0; /* the place that was not counted yet, in the sequence before */
+        int64_t counted = 0;
+        for (size_t i = part; i < end; i++) {
+            const size_t at = (size_t)job->places[i], first = at - at % batch->padded;
+            if (at >= batch->batch * batch->padded) {
+                job->wrong = true;
+                return;
+            }
+            if (next <= first || next > at) { /* another sequence, or one that comes again */
+                next = first;
+                counted = 0;
+            }
+            for (; next < at; next++)
+                position_of(batch, batch->ids[next], &counted);
+            const int64_t position = position_of(batch, batch->ids[next++], &counted);
+            if (!add_token(job, at, position, job->out + i * job->line)) {
+                job->wrong = true;
+                return;
+            }
+        }
+    }
+}
 
 static void add_sequences(void *given)
 {
@@ -282,52 +329,56 @@ static void add_sequences(void *given)
         char *to = job->out + (size_t)job->starts[sequence] * job->line;
         int64_t counted = 0;
         for (size_t at = first; at < first + length; at++, to += job->line) {
-            const int64_t token = batch->ids[at], type = batch->types ? batch->types[at] : 0;
-            const int64_t place = position_of(batch, token, &counted);
-            if (token < 0 || token >= batch->words || place >= batch->positions || type < 0 ||
-                (job->kinds && type >= batch->kinds)) {
+            if (!add_token(job, at, position_of(batch, batch->ids[at], &counted), to)) {
                 job->wrong = true;
                 return;
             }
-            job->adds(job->words + (size_t)token * job->line, job->kinds ? job->kinds + (size_t)type * job->line : NULL,
-                      job->positions ? job->positions + (size_t)place * job->line : NULL, job->width, to);
         }
     }
 }
 
 PyDoc_STRVAR(add_doc,
-             "add($module, (ids, types, mask), (words, kinds, positions), padding, starts, tables, out, threads, /)\n--\n\n"
-             "The embedded rows of a batch that `read` has read with these arguments, and starts. tables: (address of the\n"
-             "words, of the types or 0, of the positions or 0, numbers of a row, bytes of a number: 4 or 2, for bfloat16). out:\n"
-             "(address, rows). The caller vouches for the addresses.");
+             "add($module, (ids, types, mask), (words, kinds, positions), padding, starts, places, tables, out, threads, /)\n"
+             "--\n\n"
+             "The embedded rows of a batch that `read` has read with these arguments, and starts; or of the tokens at some\n"
+             "places of the padded batch, int64 [N], else None. tables: (address of the words, of the types or 0, of the\n"
+             "positions or 0, numbers of a row, bytes of a number: 4 or 2, for bfloat16). out: (address, rows). The caller\n"
+             "vouches for the addresses.");
 
 static PyObject *native_add(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *objects[GIVEN], *starts_of;
-    Py_buffer views[GIVEN], starts;
+    enum { STARTS, PLACES, WHERE };
+    PyObject *objects[GIVEN], *where[WHERE];
+    Py_buffer views[GIVEN], known[WHERE];
     Batch batch = {0};
     Py_ssize_t words, kinds, positions, padding, width, item, rows, threads;
     unsigned long long word, kind, position, out;
-    if (!PyArg_ParseTuple(args, "(OOO)(nnn)nO(KKKnn)(Kn)n:add", &objects[IDS], &objects[TYPES_OF], &objects[MASK],
-                          &words, &kinds, &positions, &padding, &starts_of, &word, &kind, &position, &width, &item, &out,
-                          &rows, &threads))
+    if (!PyArg_ParseTuple(args, "(OOO)(nnn)nOO(KKKnn)(Kn)n:add", &objects[IDS], &objects[TYPES_OF], &objects[MASK],
+                          &words, &kinds, &positions, &padding, &where[STARTS], &where[PLACES], &word, &kind, &position,
+                          &width, &item, &out, &rows, &threads))
         return NULL;
     batch.words = words;
     batch.kinds = kinds;
     batch.positions = positions;
     batch.padding = padding;
-    int held = 0, holds = hold(&starts_of, &starts, 1, 1);
-    bool done = holds == 1 && take_batch(objects, &batch, views, &held) &&
-                is_fine(is_array(&starts, 1, INT64) && (size_t)starts.shape[0] == batch.batch + 1,
+    const bool some = where[PLACES] != Py_None;
+    int held = 0, holds = hold(where, known, some ? WHERE : 1, WHERE);
+    const Py_buffer *starts = &known[STARTS], *places = &known[PLACES];
+    bool done = holds == (some ? WHERE : 1) && take_batch(objects, &batch, views, &held) &&
+                is_fine(is_array(starts, 1, INT64) && (size_t)starts->shape[0] == batch.batch + 1,
                         "starts must be int64, one more than sequences") &&
+                is_fine(!some || (is_array(places, 1, INT64) && places->shape[0] == rows),
+                        "places must be int64, as many as rows") &&
                 is_fine((item == 4 || item == 2) && width > 0 && rows >= 0 && threads > 0, "a size is out of range");
     if (done) {
-        const int64_t *begin = starts.buf;
-        bool fine = begin[0] == 0 && begin[batch.batch] == (int64_t)rows;
+        const int64_t *begin = starts->buf;
+        bool fine = begin[0] == 0 && (some ? batch.padded > 0 : begin[batch.batch] == (int64_t)rows);
         for (size_t i = 0; fine && i < batch.batch; i++)
             fine = begin[i + 1] >= begin[i] && begin[i + 1] - begin[i] <= (int64_t)batch.padded;
         Adding job = {.batch = &batch,
                       .starts = begin,
+                      .places = some ? places->buf : NULL,
+                      .count = (size_t)rows,
                       .words = (const char *)(uintptr_t)word,
                       .kinds = (const char *)(uintptr_t)kind,
                       .positions = (const char *)(uintptr_t)position,
@@ -337,12 +388,12 @@ static PyObject *native_add(PyObject *Py_UNUSED(module), PyObject *args)
                       .adds = choose_adds(item)};
         if (fine) {
             Py_BEGIN_ALLOW_THREADS
-            share(add_sequences, &job, (size_t)threads);
+            share(some ? add_places : add_sequences, &job, (size_t)threads);
             Py_END_ALLOW_THREADS
         }
         done = is_fine(fine && !job.wrong, "the batch is not the one that was read");
     }
-    release(&starts, holds);
+    release(known, holds);
     return finish(views, held, done);
 }
 

@@ -135,7 +135,7 @@ class GuardedPlanner(RowPlanner):
                 return self._tried(layer, call, spans, forward, given, asking)
             return Whole.plan(self, layer, call, spans, forward)
         start = perf_counter()
-        asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
+        asked = self._ask(given, spans, call.shape[1], counters)
         if asked is None:
             return Whole.plan(self, layer, call, spans, forward)
         found, looked = self._look_up(asked, asking)
@@ -243,7 +243,7 @@ class GuardedPlanner(RowPlanner):
         self, layer: int, call: Call, spans: Spans, forward: Forward, given: Given, asking: Asking
     ) -> Plan:
         """The plan of a replay in which all records are tried, and inputs with nothing alike become records."""
-        tokens = self._tokens(given.arguments, spans, int(call.hidden.shape[1]))
+        tokens = self._tokens(given.arguments, spans, call.shape[1])
         if isinstance(tokens, str):
             return Whole.plan(self, layer, call, spans, forward)
         start, asked = perf_counter(), Asked.of(tokens, np.asarray(spans.lengths, np.int64))

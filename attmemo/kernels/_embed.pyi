@@ -13,7 +13,7 @@ def read(
     lengths: npt.NDArray[np.int64], firsts: npt.NDArray[np.int64], /,
 ) -> tuple[int, int, int] | None: ...
 def add(
-    given: Given, rows: tuple[int, int, int], padding: int, starts: npt.NDArray[np.int64],
+    given: Given, rows: tuple[int, int, int], padding: int, starts: npt.NDArray[np.int64], places: Ints | None,
     tables: tuple[int, int, int, int, int], out: tuple[int, int], threads: int, /,
 ) -> None: ...
 def spread(

@@ -110,25 +110,27 @@ def read_batch(given: tuple[Ints, Ints | None, Ints | None], tables: Tables) -> 
     return None if read is None else Batch(given, starts, lengths, firsts, *read)
 
 
-def embed(batch: Batch, tables: Tables, out: Tensor) -> None:
-    """Embed the sequences of a batch that differ.
+def embed(batch: Batch, tables: Tables, out: Tensor, places: Ints | None = None) -> None:
+    """Embed the sequences of a batch that differ, or the tokens at some places.
 
     Parameters
     ----------
     out : Tensor [N, H]
         The result; of the tables' type, contiguous on the CPU.
+    places : int64 [N], optional
+        Places of tokens in the padded batch, counted through all of it.
 
     Raises
     ------
     ValueError
         Arguments do not fit each other.
     """
-    rows = batch.rows
+    rows = len(out)
     if out.shape != (rows, tables.width) or out.dtype != tables.dtype or not out.is_contiguous():
-        raise ValueError(f"out is {tables.dtype} [{rows}, {tables.width}], not {out.dtype} {tuple(out.shape)}")
+        raise ValueError(f"out is {tables.dtype} [N, {tables.width}], not {out.dtype} {tuple(out.shape)}")
     threads = torch.get_num_threads() if rows * tables.width > _MANY else 1
     native.add(
-        batch.given, tables.rows, tables.padding, batch.starts, tables.native, (out.data_ptr(), rows), threads
+        batch.given, tables.rows, tables.padding, batch.starts, places, tables.native, (out.data_ptr(), rows), threads
     )  # fmt: skip
 
 

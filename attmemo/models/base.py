@@ -64,6 +64,22 @@ class Call:
     cache: Any
     given: dict[str, Any]
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """B, L and H."""
+        batch, padded, width = self.hidden.shape
+        return batch, padded, width
+
+    @property
+    def firsts(self) -> npt.NDArray[np.int64] | None:
+        """For each sequence ``[B]`` the first one with the same rows, often itself; None: it is not known."""
+        return None
+
+    def rows_at(self, places: Tensor | None) -> Tensor:
+        """Rows ``[N, H]`` at these places of the flat batch; None: all."""
+        flat = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return flat if places is None else flat.index_select(0, places)
+
 
 class Rows:
     """Some sequences of a batch of B, at the places `rows`, to be cut out of a call's arguments."""

@@ -236,13 +236,13 @@ class Blocks:
         """What a block returns that the model itself calls, from the last hidden states ``[B, L, H]``."""
         return hidden
 
-    def added(self, hidden: Tensor, places: Tensor | None) -> Tensor | None:
+    def added(self, call: Call, places: Tensor | None) -> Tensor | None:
         """What is added to the output of the first block, before `added_norm`; None: nothing is.
 
         Parameters
         ----------
-        hidden : Tensor
-            Embedded hidden states of the padded batch, ``[B, L, H]``.
+        call : Call
+            Embedded hidden states of the padded batch.
         places : Tensor or None
             Places in the flat batch, int64 ``[N]``, of the tokens that the result ``[N, H]`` is of; None: all.
         """

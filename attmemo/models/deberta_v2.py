@@ -139,11 +139,11 @@ class DisentangledBlocks(DistanceBlocks):
     convolution rounds by the shape of the whole batch, and computes padding.
     """
 
-    def added(self, hidden: Tensor, places: Tensor | None) -> Tensor | None:
+    def added(self, call: Call, places: Tensor | None) -> Tensor | None:
         module: Any = self.module
         if module.conv is None:
             return None
-        layer = self._convolution
+        layer, hidden = self._convolution, call.hidden
         if layer is None:
             found: Tensor = module.conv.conv(hidden.transpose(1, 2).contiguous()).transpose(1, 2).flatten(0, 1)
             return self._activated(found if places is None else found.index_select(0, places))

@@ -40,6 +40,13 @@ class Twins:
         return cls(np.arange(batch), np.ones(batch, np.bool_))
 
     @classmethod
+    def alike(cls, kinds: Sequence[Hashable]) -> Twins:
+        """Sequences of one kind are twins, ``[B]``."""
+        first: dict[Hashable, int] = {}
+        firsts = np.array([first.setdefault(kind, place) for place, kind in enumerate(kinds)], np.int64)
+        return cls(firsts, firsts == np.arange(len(firsts)))
+
+    @classmethod
     def of(
         cls, hidden: Tensor, lengths: Sequence[int], kinds: Sequence[Hashable] | None = None, *, left: bool = False
     ) -> Twins:

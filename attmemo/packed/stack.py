@@ -232,11 +232,9 @@ class Stack:
 
         `asked`: of these rows alone, ``[W, H]``. `packed`: in place of the stack's own blocks.
         """
-        flat = call.hidden.reshape(-1, call.hidden.shape[-1])
         return (packed or self.packed).run(
-            flat if places is None else flat.index_select(0, places), layout, longest, fetch, keep,
-            self.blocks.added(call.hidden, places), asked,
-        )  # fmt: skip
+            call.rows_at(places), layout, longest, fetch, keep, self.blocks.added(call, places), asked
+        )
 
     def _asked(self, forward: Forward, firsts: Ints, keep: Copies | None) -> Ints | None:
         """The computed rows whose last hidden states are asked for, and rise; None: all.

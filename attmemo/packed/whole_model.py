@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -141,17 +142,13 @@ class WholeModel:
 
     def _run(self, batch: Batch, tables: Tables, given: Mapping[str, Any], forward: Forward | None) -> Any:
         """The output, or the plan by which the hooked way gets it; None: that way needs no plan."""
-        rows, norm = torch.empty(batch.rows, tables.width, dtype=tables.dtype, device="cpu"), self._embeddings.norm
-        if type(rows) is not Tensor:  # a mode of torch makes others
+        if type(torch.empty(0)) is not Tensor:  # a mode of torch makes others
             return None
-        embed(batch, tables, rows)
-        weights = norm._parameters
-        hidden = torch.layer_norm(rows, rows.shape[1:], weights["weight"], weights["bias"], norm.eps)
+        norm = self._embeddings.norm
         if self._site is None or (forward is not None and forward.left):
-            last: Tensor | Plan = self._computed(hidden, batch, forward)
+            last: Tensor | Plan = self._computed(_embedded(batch, tables, norm), batch, forward)
         else:
-            call, spans = Call(spread(hidden, batch), None, None, {}), Spans(batch.lengths.tolist())
-            last = self._engine.serve(self._site, call, spans, given)
+            last = self._engine.serve(self._site, _Embedded(batch, tables, norm), Spans(batch.lengths.tolist()), given)
         if isinstance(last, Plan):
             return last
         return self._output.make(last, None if forward is not None and forward.unpooled else self._pooled(last))
@@ -200,6 +197,49 @@ class WholeModel:
         assert words is not None
         found = Tables(words, kinds, positions, own.padding)
         return found, [table.data_ptr() for table in (words, kinds, positions) if table is not None]
+
+
+class _Embedded(Call):
+    """What the first block would be given, embedded as far as it is asked for: rows of records need no embedding."""
+
+    __slots__ = ("_batch", "_hidden", "_norm", "_tables", "firsts", "shape")
+
+    firsts: npt.NDArray[np.int64]
+    shape: tuple[int, int, int]
+    _batch: Batch
+    _tables: Tables
+    _norm: nn.LayerNorm
+    _hidden: Tensor | None
+
+    def __init__(self, batch: Batch, tables: Tables, norm: nn.LayerNorm) -> None:
+        shape = *batch.given[0].shape, tables.width
+        own: dict[str, Any] = {"_batch": batch, "_tables": tables, "_norm": norm, "_hidden": None}
+        given: dict[str, Any] = {"mask": None, "cache": None, "given": {}}
+        for name, value in (given | own | {"firsts": batch.firsts, "shape": shape}).items():
+            object.__setattr__(self, name, value)  # of a frozen class
+
+    @property
+    def hidden(self) -> Tensor:
+        found = self._hidden
+        if found is None:
+            found = spread(_embedded(self._batch, self._tables, self._norm), self._batch)
+            object.__setattr__(self, "_hidden", found)
+        return found
+
+    def rows_at(self, places: Tensor | None) -> Tensor:
+        if places is None or self._hidden is not None:
+            return super().rows_at(places)
+        return _embedded(self._batch, self._tables, self._norm, places.numpy())
+
+
+def _embedded(
+    batch: Batch, tables: Tables, norm: nn.LayerNorm, places: npt.NDArray[np.int64] | None = None
+) -> Tensor:
+    """Rows ``[N, H]`` at these places of the padded batch; None: of all sequences that differ."""
+    count = batch.rows if places is None else len(places)
+    rows, weights = torch.empty(count, tables.width, dtype=tables.dtype, device="cpu"), norm._parameters
+    embed(batch, tables, rows, places)
+    return torch.layer_norm(rows, rows.shape[1:], weights["weight"], weights["bias"], norm.eps)
 
 
 class Output:

@@ -103,7 +103,7 @@ class RowPlanner(Whole):
             counters.skip("asked_without_reuse", len(spans.lengths))
             return super().plan(layer, call, spans, forward)
         start = perf_counter()
-        asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
+        asked = self._ask(given, spans, call.shape[1], counters)
         if asked is None:
             return super().plan(layer, call, spans, forward)
         candidates = self.index.candidates(asked.tokens, asked.starts)

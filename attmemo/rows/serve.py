@@ -91,12 +91,15 @@ class Rows(Stack):
         if not (len(share.sequences) or share.beside):
             return self._kept(call, spans, forward, share.admitted)
         start = perf_counter()
-        batch, padded = call.hidden.shape[:2]
+        batch, padded, _ = call.shape
         every = np.asarray(spans.lengths, np.int64)
         ends = np.cumsum(every).tolist()
         parts = [share.source[end - n : end] for end, n in zip(ends, spans.lengths, strict=True)]
         kinds = list(zip(share.record.tolist(), map(np.ndarray.tobytes, parts), strict=True))
-        twins = Twins.of(call.hidden, spans.lengths, kinds)
+        twins = (
+            Twins.of(call.hidden, spans.lengths, kinds) if call.firsts is None
+            else Twins.alike(list(zip(call.firsts.tolist(), kinds, strict=True)))
+        )  # fmt: skip
         own = np.flatnonzero(twins.own)
         # What is computed: one sequence of all twins, and behind them those that a record serves beside.
         beside = np.fromiter(share.beside, np.int64, len(share.beside))
@@ -197,8 +200,8 @@ class Rows(Stack):
     @staticmethod
     def _computed(last: Tensor, call: Call, forward: Forward) -> Tensor:
         """Last hidden states that an earlier forward computed for this call."""
-        if last.shape != call.hidden.shape:
-            raise ValueError(f"blocks are called with {tuple(call.hidden.shape)} after {tuple(last.shape)}")
+        if last.shape != call.shape:
+            raise ValueError(f"blocks are called with {call.shape} after {tuple(last.shape)}")
         forward.outcome = Outcome(served=frozenset(range(len(last))))
         return last
 

@@ -70,6 +70,33 @@ def test_the_numbers_are_those_of_torch_bit_by_bit(
         assert torch.equal(spread(found, seen), spread_in_torch(found, seen))
 
 
+@settings(deadline=None)
+@given(sequences, st.integers(0, 3), st.booleans(), st.sampled_from([-1, 1]), st.integers(0, 2**31))
+def test_tokens_at_some_places_are_embedded_as_with_all_others(
+    rows: list[list[int]], more: int, types: bool, padding: int, seed: int
+) -> None:
+    own, padded = tables(torch.bfloat16, types, padding), max(map(len, rows)) + more
+    seen = read_batch(arrays(rows, padded, types, True), own)
+    if seen is None:
+        return
+    flat = spread_in_torch(embed_in_torch(seen, own), seen).flatten(0, 1)
+    places = np.flatnonzero((np.arange(padded) < seen.lengths[:, None]).ravel())
+    # In any order, some of them twice, and more of them than a thread takes at once.
+    for some in (np.random.default_rng(seed).choice(places, 200), np.tile(places, 100 // len(places) + 1)):
+        found = torch.empty(len(some), own.width, dtype=torch.bfloat16)
+        embed(seen, own, found, some)
+        assert torch.equal(found, flat[torch.from_numpy(some)])
+
+
+@pytest.mark.parametrize("place", [-1, 4, 1 << 40])
+def test_a_place_outside_of_the_batch_is_refused(place: int) -> None:
+    own = tables(torch.float32, True, -1)
+    batch = read_batch((np.array([[1, 2], [3, 4]]), None, None), own)
+    assert batch is not None
+    with pytest.raises(ValueError, match="batch"):
+        embed(batch, own, torch.empty(2, 37), np.array([0, place]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_rows_are_shared_among_threads_and_have_the_same_bits(dtype: torch.dtype) -> None:
     own = tables(dtype, True, 1, width=600)
@@ -118,7 +145,7 @@ def test_another_batch_than_was_read_is_refused() -> None:
     ids, starts = np.array([[1, 2], [3, WORDS]]), np.array([0, 2, 4])
     for other in (starts, np.array([0, 2]), np.array([0, 3, 4]), np.array([0, 2, 3])):
         with pytest.raises(ValueError, match=r"starts|batch"):
-            native.add((ids, None, None), own.rows, -1, other, own.native, (out.data_ptr(), 4), 1)
+            native.add((ids, None, None), own.rows, -1, other, None, own.native, (out.data_ptr(), 4), 1)
 
 
 def test_rows_of_others_are_refused() -> None:
@@ -139,7 +166,7 @@ def test_a_result_of_another_size_is_refused() -> None:
     batch = read_batch((np.array([[1, 2]]), None, None), own)
     assert batch is not None
     for out in (torch.empty(1, 37), torch.empty(2, 36), torch.empty(2, 37).double(), torch.empty(37, 2).T):
-        with pytest.raises(ValueError, match="out is"):
+        with pytest.raises(ValueError, match="out is|the batch"):
             embed(batch, own, out)
 
 
