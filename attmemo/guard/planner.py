@@ -63,9 +63,6 @@ class Store(Protocol):
     def waits(self) -> float:
         """Return the seconds that it takes to store what was offered."""
 
-    def takes(self, n: int) -> float:
-        """Return the seconds that it takes to store a sequence of so many tokens."""
-
     @property
     def has_room(self) -> bool:
         """Whether records can be added and nothing has to go."""
@@ -222,8 +219,7 @@ class GuardedPlanner(RowPlanner):
             # Where all is known, or too short to tell, records may supply much, too.
             if alike := self.repeats.share >= AGAIN or shares.min() == 1.0:
                 self.prospect.look(given, mask)
-            stores = 0.0 if self._store is None else self._store.takes(mask.shape[1]) / mask.shape[1]
-            self.times.hope(self.prospect.share if alike else 0.0, stores)
+            self.times.hope(self.prospect.share if alike else 0.0)
         return None if shares is None or not full else shares >= KNOWN
 
     def _most(self, asked: Asked, found: RowPlan) -> int:

@@ -112,7 +112,6 @@ class TimeAccount:
         self._known = 0.0
         self._found: float | None = None
         self._hoped: float | None = None
-        self._is_dear = True  # whether requests take so little time that reuse pays nothing back soon
         self._request = _Times()  # seconds a sequence, of forwards without reuse
         self._gains: deque[float] = deque(maxlen=LAST)  # share saved by forwards that verified nothing
         self._unknown = 0.0  # taken for it while there are few; above 0: what is not known is tried
@@ -159,7 +158,7 @@ class TimeAccount:
     @property
     def _lent(self) -> float:
         """Requests that are lent."""
-        if not self.lends or self._hoped is None or self._is_dear:
+        if not self.lends or self._hoped is None:
             return 0.0
         first = SEED if self._gains_at_most >= WORTH else 0.0
         return first + PAYS_BACK * max(self._known - OVERHEAD, 0.0)
@@ -171,18 +170,10 @@ class TimeAccount:
             self._found = share if self._found is None else self._found + LATELY * (share - self._found)
             self._see()
 
-    def hope(self, share: float | None, stores: float = 0.0) -> None:
-        """If all that is asked had become records, they could supply this share of the rows; None: it is not known.
-
-        `stores`: seconds that it takes to store a token. Where the model takes less to compute one, nothing is lent:
-        reuse would pay it back only after some thousand requests, as with lines on AMX, which take half a millisecond
-        each. Once something is lent, that is not asked again.
-        """
+    def hope(self, share: float | None) -> None:
+        """If all that is asked had become records, they could supply this share of the rows; None: it is not known."""
         with self._lock:
             self._hoped = share
-            if self._is_dear and share is not None and share >= OVERHEAD + WORTH:
-                known = [size.whole.usual for size in self._sizes.values() if size.is_known]
-                self._is_dear = not known or stores > statistics.median(known)
             self._see()
 
     @property

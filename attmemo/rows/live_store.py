@@ -138,10 +138,6 @@ class GrowingRows(RowStore):
         """Return the seconds that it takes to store what was offered."""
         return self._filler.waits
 
-    def takes(self, n: int) -> float:
-        """Return the seconds that it takes to store a sequence of so many tokens."""
-        return self._filler.takes(self.layout.nbytes(n))
-
     @property
     def has_room(self) -> bool:
         """Whether records can be added and nothing has to go, as the filler saw it last."""

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attmemo.db.pools.segment import (
+    AHEAD,
     ALIGNED,
     BYTES_PER_MARK,
     FEWEST_MARKS,
@@ -47,6 +48,23 @@ def _file(tmp_path: Path) -> Path:
 @pytest.fixture(name="segment", params=["memory", "file"])
 def _segment(request: pytest.FixtureRequest, file: Path) -> Segment:
     return Segment.in_memory(7, SIZE) if request.param == "memory" else Segment.create(file, 7, SIZE)
+
+
+def test_memory_is_asked_for_up_to_the_last_byte_of_a_segment_and_not_behind() -> None:
+    size = 5 * AHEAD + 4096
+    segment = Segment.in_memory(1, size)
+    first = start_of(marks_for(size))
+    lengths = [3, AHEAD - 1, 2 * AHEAD + 4097, 70]
+    lengths.append(size - first - sum(lengths))
+    expected = body(3, size - first)
+    at = first
+    for length in lengths:
+        segment.write(at, expected[at - first : at - first + length])
+        at += length
+    assert at == size
+    assert np.array_equal(segment.bytes_at(first, size - first), expected)
+    segment.write(first, expected[:100][::-1].copy())  # where a record was before
+    assert np.array_equal(segment.bytes_at(first, 100), expected[:100][::-1])
 
 
 class TestSizes:

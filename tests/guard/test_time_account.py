@@ -156,18 +156,6 @@ def test_where_records_could_supply_most_something_is_lent_and_no_more(share: fl
     assert account.afford() == 0.0
 
 
-@pytest.mark.parametrize(("stores", "lends"), [(1.01, False), (0.99, True)])
-def test_nothing_is_lent_where_it_takes_longer_to_store_a_request(stores: float, lends: bool) -> None:
-    account = poor()
-    account.hope(0.0, stores=0.0)
-    account.hope(1.0, stores=stores / TOKENS)
-    assert account.learns == lends
-    account.hope(1.0, stores=2.0 / TOKENS)
-    assert account.learns == lends, "once something is lent, it is not asked again"
-    account.hope(1.0, stores=0.0)
-    assert account.learns, "longer requests may be worth it"
-
-
 def test_what_known_changes_pay_back_is_lent_beside() -> None:
     account = poor()
     account.hope(0.9)

@@ -166,7 +166,7 @@ def test_a_result_of_another_size_is_refused() -> None:
     batch = read_batch((np.array([[1, 2]]), None, None), own)
     assert batch is not None
     for out in (torch.empty(1, 37), torch.empty(2, 36), torch.empty(2, 37).double(), torch.empty(37, 2).T):
-        with pytest.raises(ValueError, match="out is|the batch"):
+        with pytest.raises(ValueError, match=r"out is|the batch"):
             embed(batch, own, out)
 
 

@@ -35,12 +35,16 @@ ALIGNED: Final = 64
 """Records begin at multiples of so many bytes."""
 PIECE: Final = 1 << 15
 """Bytes that are written at a time: to touch that much new memory may take a tenth of a millisecond."""
+AHEAD: Final = 1 << 16
+"""Bytes of memory that are asked of the system at a time. Half a megabyte is written in .22 ms then, in .35 where each
+page is asked for as it is touched."""
 BYTES_PER_MARK: Final = 4096
 """A segment has room for one record in so many bytes."""
 FEWEST_MARKS: Final = 64
 
 _HEAD = struct.Struct("<16sQQQ")  # magic, number, bytes of the file, marks
 _HEADER: Final = 4096
+_POPULATE: Final = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
 _MARK = np.dtype("<u4")  # times that a record was used
 
 
@@ -117,7 +121,7 @@ class Segment:
     def __init__(self, number: int, nbytes: int, memory: mmap.mmap, path: Path | None = None, *, marked: bool) -> None:
         self.number, self.nbytes, self.path, self._memory = number, nbytes, path, memory
         self.room = marks_for(nbytes)
-        self.start = start_of(self.room)
+        self.start = self._asked = start_of(self.room)  # memory is asked for up to here
         self._bytes: Bytes = np.frombuffer(memory, np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self.marks: npt.NDArray[Any] | None = None
@@ -198,6 +202,7 @@ class Segment:
         if self.path is None:
             own = np.frombuffer(self._memory, np.uint8)
             for place, piece in pieces_of(body, offset):
+                self._ask_for(place + len(piece), offset + len(body))
                 own[place : place + len(piece)] = piece
                 pause()
             return
@@ -206,6 +211,14 @@ class Segment:
             write_all(fd, body.data, offset)
         finally:
             os.close(fd)
+
+    def _ask_for(self, needed: int, end: int) -> None:
+        """Ask for memory up to what is needed now, and for some more up to the end of the record."""
+        while self._asked < needed:
+            begin = self._asked // mmap.PAGESIZE * mmap.PAGESIZE
+            self._asked = begin + min(AHEAD, round_up(max(end - begin, 1), mmap.PAGESIZE), self.nbytes - begin)
+            with suppress(OSError, ValueError):  # an older system: pages are asked for as they are touched
+                self._memory.madvise(_POPULATE, begin, self._asked - begin)
 
     def sync(self) -> None:
         """Make what was written durable."""
