@@ -168,7 +168,8 @@ class GuardedPlanner(RowPlanner):
 
     def _expect(self, asked: Asked, found: RowPlan) -> None:
         """Note how much could be reused."""
-        self.times.expect(self._saved(asked, found), self._saved(asked, found, Evidence.FREELY))
+        known = self._saved(asked, found, Evidence.FREELY)
+        self.times.expect(self._saved(asked, found), known, len(asked.lengths))
 
     def _supplied(self, asked: Asked, index: TokenIndex) -> float:
         """The share of the rows of these inputs that records with the tokens of this index could supply."""

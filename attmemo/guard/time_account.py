@@ -39,6 +39,10 @@ FULL: Final = 0.5
 """Share of `GIVEN` from which on learning begins; it goes on until nothing is left, and nothing is lent."""
 LATELY: Final = 0.25
 """Weight of the newest forward in what records supply."""
+RECENT: Final = 128.0
+"""Requests that count for the share whose changes are known: single ones must not lend what a batch may."""
+FADES: Final = 0.25
+"""Their weight where fewer changes are known than before: new kinds of inputs are learned as the others were."""
 SAVED: Final = 0.5
 """Share of what reuse saved that learning may cost."""
 FEW: Final = 8
@@ -163,10 +167,11 @@ class TimeAccount:
         first = SEED if self._gains_at_most >= WORTH else 0.0
         return first + PAYS_BACK * max(self._known - OVERHEAD, 0.0)
 
-    def expect(self, share: float, known: float) -> None:
+    def expect(self, share: float, known: float, sequences: int) -> None:
         """Records could supply this share of the rows of a forward, if all were verified; `known` of them as it is."""
         with self._lock:
-            self._known += LATELY * (known - self._known)
+            weight = min(LATELY, sequences / RECENT) * (FADES if known < self._known else 1.0)
+            self._known += weight * (known - self._known)
             self._found = share if self._found is None else self._found + LATELY * (share - self._found)
             self._see()
 

@@ -159,13 +159,33 @@ def test_where_records_could_supply_most_something_is_lent_and_no_more(share: fl
 def test_what_known_changes_pay_back_is_lent_beside() -> None:
     account = poor()
     account.hope(0.9)
-    for _ in range(100):
-        account.expect(0.9, known=0.5)
+    for _ in range(1000):
+        account.expect(0.9, 0.5, SEQUENCES)
     assert account.afford() == pytest.approx(SEED + PAYS_BACK * (0.5 - OVERHEAD), rel=0.01)
     account.hope(0.0)
-    for _ in range(100):
-        account.expect(0.0, known=0.0)
+    for _ in range(1000):
+        account.expect(0.0, 0.0, SEQUENCES)
     assert account.afford() == 0.0
+
+
+def test_a_single_request_whose_changes_are_known_lends_nothing_and_a_batch_does() -> None:
+    for sequences, lends in ((1, False), (32, True)):
+        account = poor()
+        account.hope(0.9)
+        account.expect(0.9, 0.9, sequences)
+        account.spend(SEED / SEQUENCES)
+        assert account.learns == lends
+
+
+def test_what_was_known_is_not_forgotten_at_once_where_new_kinds_of_inputs_come() -> None:
+    account = poor()
+    account.hope(0.9)
+    for _ in range(8):
+        account.expect(0.9, 0.5, 32)
+    lent = account.afford()
+    for _ in range(4):
+        account.expect(0.9, 0.0, 32)
+    assert SEED < 0.7 * lent < account.afford() < lent
 
 
 def test_where_records_could_supply_next_to_nothing_nothing_is_learned() -> None:
