@@ -54,9 +54,9 @@ Key = tuple[str, bool]
 EXTRAS = "prefix", "budget", "products"
 
 
-def serve(pipe: Connection, route: str, name: str, folder: Path) -> None:
+def serve(pipe: Connection, route: str, name: str, folder: Path, threads: int) -> None:
     """A way in its process: takes texts, and whether they may be sorted; gives seconds and answers."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     try:
         with torch.inference_mode():
             way = ROUTES[route].ready(name, folder)
@@ -114,8 +114,14 @@ class Failed(Exception):
     """A way cannot take part; the message says why."""
 
 
+class Died(Failed):
+    """Its process did."""
+
+
 class Process:
     """A function in a process of its own, which gets one end of a pipe."""
+
+    note = ""  # behind its title
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -130,7 +136,7 @@ class Process:
         try:
             said = self._pipe.recv()
         except EOFError:
-            raise Failed("its process died") from None
+            raise Died("its process died") from None
         if isinstance(said, str):
             raise Failed(said)
         return said
@@ -152,6 +158,16 @@ class Process:
         self._process.join()
 
 
+def ready(route: str, name: str, folder: Path) -> Process:
+    """The process of a way: with one thread; with two where it dies with one, as OpenVINO does in bfloat16 on AMX."""
+    try:
+        return Process(serve, route, name, folder, 1)
+    except Died:
+        found = Process(serve, route, name, folder, 2)
+        found.note = ", two threads"
+        return found
+
+
 def opened(name: str, routes: Sequence[str], folder: Path) -> tuple[dict[str, Process], dict[str, str]]:
     """Processes of ways that are ready, and why others are left out."""
     found: dict[str, Process] = {}
@@ -161,7 +177,7 @@ def opened(name: str, routes: Sequence[str], folder: Path) -> tuple[dict[str, Pr
             for file in ROUTES[route].files:
                 if not (folder / file).exists():
                     Process(make, name, file, folder).end()
-            found[route] = Process(serve, route, name, folder)
+            found[route] = ready(route, name, folder)
         except Failed as error:
             left_out[ROUTES[route].title] = str(error)
             print(name, route, error, flush=True)
@@ -188,7 +204,7 @@ def measure(name: str, requests: Sequence[Texts], running: dict[str, Process], r
     for key in keys:
         route = ROUTES[key[0]]
         found["ways"].append({
-            "title": route.title + ", sorted" * key[1], "side": route.side, "bits8": route.bits8,
+            "title": route.title + running[key[0]].note + ", sorted" * key[1], "side": route.side, "bits8": route.bits8,
             "seconds": median(seconds[key]), "all": seconds[key],
             "alike": likeness(name, answers[stock], answers[key]),
         })  # fmt: skip
