@@ -202,9 +202,9 @@ def measure(name: str, requests: Sequence[Texts], running: dict[str, Process], r
         "padded": sum(len(texts) * max(map(len, texts)) for texts in requests), "ways": [],
     }  # fmt: skip
     for key in keys:
-        route = ROUTES[key[0]]
+        route, note = ROUTES[key[0]], running[key[0]].note
         found["ways"].append({
-            "title": route.title + running[key[0]].note + ", sorted" * key[1], "side": route.side, "bits8": route.bits8,
+            "title": route.title + note + ", sorted" * key[1], "side": route.side, "bits8": route.bits8,
             "seconds": median(seconds[key]), "all": seconds[key],
             "alike": likeness(name, answers[stock], answers[key]),
         })  # fmt: skip
