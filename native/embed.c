@@ -6,7 +6,8 @@
  * Here a batch is read once, and summed once: sums are rounded one after the other, as torch rounds them, so the numbers
  * are the same, bit by bit. Rows are read from far and written once: that is the limit.
  *
- * Sequences with the same tokens and types are embedded once: what the blocks do with them is the same.
+ * Sequences with the same tokens and types are embedded once: what the blocks do with them is the same. Where records
+ * supply rows, only the tokens at some places are.
  */
 
 #define PY_SSIZE_T_CLEAN

@@ -15,8 +15,8 @@
  *   - Arguments are checked before anything is written. What leads into memory (starts, candidates) is copied before
  *     it is checked: another thread cannot change it afterwards.
  *   - Another thread may add to the table meanwhile: a change is then known, or not yet.
- *   - Two allocations a call: for copies, 24 bytes a candidate; for the work of each thread at most 17 MiB, 9 bytes a
- *     token of the longest input, and 8 bytes a candidate of one input.
+ *   - Two allocations a call: for copies, 24 bytes a candidate; for the work of each of 16 threads at most, 17 MiB at
+ *     most, 9 bytes a token of the longest input, and 8 bytes a candidate of one input.
  *
  * HOW.  Inputs are shared among threads. Each writes its gaps where the gaps of its tokens may lie; in the end they are
  * moved together.
@@ -114,6 +114,8 @@ typedef struct {
     Py_ssize_t longest_input, longest_record;
     atomic_size_t next, desks; /* the next input; desks that are taken */
 } Job;
+
+enum { MOST_DESKS = 16 }; /* as many threads at most: each has memory of its own */
 
 /* What one thread works with. */
 typedef struct {
@@ -349,6 +351,12 @@ static bool find_records(const Py_buffer *views, const int64_t *candidates, Py_s
     return true;
 }
 
+static Py_ssize_t least(Py_ssize_t one, Py_ssize_t other, Py_ssize_t third)
+{
+    const Py_ssize_t less = one < other ? one : other;
+    return less < third ? less : third;
+}
+
 /* Plans a batch on so many threads; returns how many gaps there are, or -1. */
 static Py_ssize_t plan_views(const Py_buffer *views, const Rule *rule, const Demand *demand, Py_ssize_t threads)
 {
@@ -384,7 +392,7 @@ static Py_ssize_t plan_views(const Py_buffer *views, const Rule *rule, const Dem
             job.longest_input = starts[b + 1] - starts[b] > job.longest_input ? starts[b + 1] - starts[b]
                                                                                : job.longest_input;
         Desk none = {0};
-        const size_t desks = (size_t)(threads < batch ? threads : batch);
+        const size_t desks = (size_t)least(threads, batch, MOST_DESKS);
         job.per_desk = set_desk(&job, &none, NULL);
         job.memory = PyMem_RawMalloc(desks * job.per_desk);
         if (job.memory) {

@@ -4,11 +4,13 @@
     python scripts/bench_served_models.py ../shared docs/served-models.json qwen3 bart  # these; the others stay
     python scripts/bench_served_models.py ../shared docs/served-models.json prefix --layers 6  # equal prefixes
     python scripts/bench_served_models.py ../shared docs/served-models.json products budget  # what explains the others
-    python scripts/bench_served_models.py ../shared docs/served-models.json --only-page --page docs/served-models.md
+    python scripts/bench_served_models.py ../shared docs/served-models.json --only-page --page docs/served-models.md \
+        --also docs/served-models-amx.json  # the tables of both processors
 
 Wants openvino, nncf, onnxruntime, onnx, onnxscript, llama-cpp-python and gguf; what is not installed, or cannot
-compute a model, is left out by name. Each way has a process and one thread of its own, and all take turns. Times are
-those of the processor, medians of rounds. Answers are compared with those of the original model in its number type.
+compute a model, is left out by name. Each way has a process of its own, with one thread, or with two if it dies with
+one, and all take turns. Times are those of the processor, medians of rounds. Answers are compared with those of the
+original model in its number type.
 """
 
 from __future__ import annotations
@@ -328,7 +330,7 @@ def tables(result: dict[str, Any]) -> str:
     commits = sorted({f"{one['commit']}, {one['date']}" for one in shapes.values()})
     rounds = {case["rounds"] for one in shapes.values() for case in one["cases"].values()}
     lines = [
-        f"{machine['cpu']}, {', '.join(machine['features'])}; one thread, bfloat16, time of the processor, medians of "
+        f"{machine['cpu']}, {', '.join(machine['features'])}; bfloat16, time of the processor, medians of "
         f"{counted(min(rounds), 'round')} or more; commit {'; '.join(commits)}:", "",
         *table(HEAD, rows_of(result, False)), *table(HEAD8, rows_of(result, True)),
         "Answers beside those of the original (bfloat16): the lowest cosine; of tags the share of equal texts:", "",
@@ -372,6 +374,7 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(ROUTES))
     parser.add_argument("--work", type=Path, help="a folder that keeps weights and converted models")
     parser.add_argument("--page", type=Path, help="put the tables into this page")
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="results of other processors for the page")
     parser.add_argument("--only-page", action="store_true", help="measure nothing")
     args = parser.parse_intermixed_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {"shapes": {}}
@@ -389,7 +392,8 @@ def main() -> None:
                 result["conditions"] = conditions() | {"threads": 1}
             args.output.write_text(json.dumps(result, indent=1) + "\n")
     if args.page is not None:
-        replace_measured(args.page, tables(result))
+        others = [json.loads(file.read_text()) for file in args.also]
+        replace_measured(args.page, "\n\n".join(map(tables, [result, *others])))
 
 
 if __name__ == "__main__":

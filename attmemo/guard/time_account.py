@@ -34,7 +34,7 @@ and samples of a proof take as long as some hundred requests. Lines of logs are 
 SEED: Final = 128.0
 """Requests without reuse whose time is lent first: a quarter of what a proof takes."""
 PAYS_BACK: Final = 768.0
-"""Requests within which known changes, as many as now, pay back what is lent more."""
+"""Requests within which known changes pay back what is lent more, if as many stay known as lately at best."""
 FULL: Final = 0.5
 """Share of `GIVEN` from which on learning begins; it goes on until nothing is left, and nothing is lent."""
 LATELY: Final = 0.25

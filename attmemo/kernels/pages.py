@@ -27,11 +27,12 @@ Numbers = np.ndarray[Any, Any]
 
 
 def keep_freed_memory() -> None:
-    """Have the process keep up to 64 MiB of what it frees, as far as glibc's settings are its own.
+    """Have each heap of the process keep up to 64 MiB of what is freed, as far as glibc's settings are its own.
 
-    glibc gives the end of its heap back to the system once more is free there than twice the largest block that was
+    glibc gives the end of a heap back to the system once more is free there than twice the largest block that was
     mapped and freed. So a forward frees its rows, and the next one touches each page anew: of a six-layer DeBERTa and
-    32 lines 1,750 pages, 2.5 of 18 ms. One large block, freed untouched, raises that threshold.
+    32 lines 1,750 pages, 2.5 of 18 ms. One large block, freed untouched, raises that threshold. Threads that compute
+    at once have a heap each.
     """
     torch.empty(_LARGEST, dtype=torch.uint8, device="cpu")
 

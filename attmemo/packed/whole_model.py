@@ -142,7 +142,7 @@ class WholeModel:
 
     def _run(self, batch: Batch, tables: Tables, given: Mapping[str, Any], forward: Forward | None) -> Any:
         """The output, or the plan by which the hooked way gets it; None: that way needs no plan."""
-        if type(torch.empty(0)) is not Tensor:  # a mode of torch makes others
+        if type(torch.empty(0, device="cpu")) is not Tensor:  # a mode of torch makes others
             return None
         norm = self._embeddings.norm
         if self._site is None or (forward is not None and forward.left):

@@ -93,22 +93,14 @@ class Rows(Stack):
         start = perf_counter()
         batch, padded, _ = call.shape
         every = np.asarray(spans.lengths, np.int64)
-        ends = np.cumsum(every).tolist()
-        parts = [share.source[end - n : end] for end, n in zip(ends, spans.lengths, strict=True)]
-        kinds = list(zip(share.record.tolist(), map(np.ndarray.tobytes, parts), strict=True))
-        twins = (
-            Twins.of(call.hidden, spans.lengths, kinds) if call.firsts is None
-            else Twins.alike(list(zip(call.firsts.tolist(), kinds, strict=True)))
-        )  # fmt: skip
+        twins, sources = _twins(call, spans.lengths, share)
         own = np.flatnonzero(twins.own)
         # What is computed: one sequence of all twins, and behind them those that a record serves beside.
         beside = np.fromiter(share.beside, np.int64, len(share.beside))
         sequence, slot = np.concatenate([own, beside]), np.concatenate([own, batch + np.arange(len(beside))])
         lengths = every[sequence]
         asked = np.concatenate([share.record[own], [one.record for one in share.beside.values()]]).astype(np.int64)
-        source = np.concatenate(
-            [parts[place] for place in own.tolist()] + [one.source for one in share.beside.values()]
-        )
+        source = np.concatenate([*sources, *(one.source for one in share.beside.values())])
         read, records = self._fetch(asked, forward.counters)
         if records is not asked:
             source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)
@@ -234,6 +226,26 @@ class Rows(Stack):
 
     def close(self) -> None:
         self.store.close()
+
+
+def _twins(
+    call: Call, lengths: list[int], share: RowShare
+) -> tuple[Twins, list[npt.NDArray[np.int32]]]:  # fmt: skip
+    """Which sequences are computed for which, and the sources of those that are computed, one behind the other.
+
+    Twins have the same rows, the same record, and take the same rows of it.
+    """
+    firsts, batch = call.firsts, len(lengths)
+    if firsts is not None and (firsts == np.arange(batch)).all():
+        return Twins.none(batch), [share.source]
+    ends = np.cumsum(lengths).tolist()
+    parts = [share.source[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+    kinds = list(zip(share.record.tolist(), map(np.ndarray.tobytes, parts), strict=True))
+    if firsts is None:
+        twins = Twins.of(call.hidden, lengths, kinds)
+    else:
+        twins = Twins.alike(list(zip(firsts.tolist(), kinds, strict=True)))
+    return twins, [parts[place] for place in np.flatnonzero(twins.own).tolist()]
 
 
 def layout_of(lengths: npt.NDArray[np.int64], source: npt.NDArray[np.int32]) -> Layout:

@@ -214,7 +214,7 @@ class Segment:
 
     def _ask_for(self, needed: int, end: int) -> None:
         """Ask for memory up to what is needed now, and for some more up to the end of the record."""
-        while self._asked < needed:
+        while self._asked < min(needed, self.nbytes):
             begin = self._asked // mmap.PAGESIZE * mmap.PAGESIZE
             self._asked = begin + min(AHEAD, round_up(max(end - begin, 1), mmap.PAGESIZE), self.nbytes - begin)
             with suppress(OSError, ValueError):  # an older system: pages are asked for as they are touched
