@@ -165,7 +165,10 @@ class TimeAccount:
         if not self.lends or self._hoped is None:
             return 0.0
         first = SEED if self._gains_at_most >= WORTH else 0.0
-        return first + PAYS_BACK * max(self._known - OVERHEAD, 0.0)
+        saves = self._known - OVERHEAD
+        if len(self._gains) >= _TRIED:  # known, but a lookup may take longer than the rows: single lines on AMX
+            saves = min(saves, self._gain)
+        return first + PAYS_BACK * max(saves, 0.0)
 
     def expect(self, share: float, known: float, sequences: int) -> None:
         """Records could supply this share of the rows of a forward, if all were verified; `known` of them as it is."""

@@ -177,6 +177,18 @@ def test_a_single_request_whose_changes_are_known_lends_nothing_and_a_batch_does
         assert account.learns == lends
 
 
+@pytest.mark.parametrize(("taken", "lends"), [(1.3, False), (0.5, True)])
+def test_what_is_known_and_saves_no_time_lends_nothing_more(taken: float, lends: bool) -> None:
+    account = poor()
+    account.hope(0.9)
+    for _ in range(1000):
+        account.expect(0.9, 0.6, SEQUENCES)
+    for _ in range(8):
+        account.record(TOKENS, SEQUENCES, taken, reused=True)
+    account.spend(2 * SEED / SEQUENCES)
+    assert account.learns == lends
+
+
 def test_what_was_known_is_not_forgotten_at_once_where_new_kinds_of_inputs_come() -> None:
     account = poor()
     account.hope(0.9)
