@@ -113,7 +113,8 @@ class TimeAccount:
         self._saved = 0.0  # seconds that reuse saved in all
         # Shares of the rows that records supply, as far as changes are known; could supply, if all were verified; and
         # could supply if all that is asked had become records. None: not seen yet.
-        self._known = 0.0
+        self._known = self._supplied = 0.0  # lately, and in the newest forward
+        self._overheads: deque[float] = deque(maxlen=LAST)  # shares that were supplied and not saved
         self._found: float | None = None
         self._hoped: float | None = None
         self._request = _Times()  # seconds a sequence, of forwards without reuse
@@ -165,16 +166,17 @@ class TimeAccount:
         if not self.lends or self._hoped is None:
             return 0.0
         first = SEED if self._gains_at_most >= WORTH else 0.0
-        saves = self._known - OVERHEAD
-        if len(self._gains) >= _TRIED:  # known, but a lookup may take longer than the rows: single lines on AMX
-            saves = min(saves, self._gain)
-        return first + PAYS_BACK * max(saves, 0.0)
+        takes = OVERHEAD
+        if len(self._overheads) >= _TRIED:  # a lookup may take longer than the rows: single lines on AMX
+            takes = max(takes, statistics.median(self._overheads))
+        return first + PAYS_BACK * max(self._known - takes, 0.0)
 
     def expect(self, share: float, known: float, sequences: int) -> None:
         """Records could supply this share of the rows of a forward, if all were verified; `known` of them as it is."""
         with self._lock:
             weight = min(LATELY, sequences / RECENT) * (FADES if known < self._known else 1.0)
             self._known += weight * (known - self._known)
+            self._supplied = known
             self._found = share if self._found is None else self._found + LATELY * (share - self._found)
             self._see()
 
@@ -226,6 +228,7 @@ class TimeAccount:
                 cost = again * size.whole.usual
                 saved += cost
                 self._gains.append(saved / usual)
+                self._overheads.append(self._supplied - saved / usual)
             if reused:
                 before = self._share(self._saved)
                 self._saved += saved

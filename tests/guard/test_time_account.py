@@ -158,7 +158,6 @@ def test_where_records_could_supply_most_something_is_lent_and_no_more(share: fl
 
 def test_what_known_changes_pay_back_is_lent_beside() -> None:
     account = poor()
-    account.try_again()  # what it saves is not known
     account.hope(0.9)
     for _ in range(1000):
         account.expect(0.9, 0.5, SEQUENCES)
@@ -172,7 +171,6 @@ def test_what_known_changes_pay_back_is_lent_beside() -> None:
 def test_a_single_request_whose_changes_are_known_lends_nothing_and_a_batch_does() -> None:
     for sequences, lends in ((1, False), (32, True)):
         account = poor()
-        account.try_again()
         account.hope(0.9)
         account.expect(0.9, 0.9, sequences)
         account.spend(SEED / SEQUENCES)
@@ -193,7 +191,6 @@ def test_what_is_known_and_saves_no_time_lends_nothing_more(taken: float, lends:
 
 def test_what_was_known_is_not_forgotten_at_once_where_new_kinds_of_inputs_come() -> None:
     account = poor()
-    account.try_again()  # what it saves is not known
     account.hope(0.9)
     for _ in range(8):
         account.expect(0.9, 0.5, 32)
