@@ -103,8 +103,9 @@ typedef struct {
     int64_t *record, *computed;
     int32_t *source;
     uint8_t *evidence;
-    Gaps gaps;                /* those of an input from the place on that its first token and its number have together */
-    int64_t *gap_count, *twin; /* [B]: gaps of an input; an input before that is the same, -1: none */
+    Gaps gaps; /* those of an input from the place on that its first token and its number have together */
+    int64_t *first_gap, *gap_count; /* [B]: where the gaps of an input are, and how many */
+    int64_t *twin;                  /* [B]: an input before this one that is the same; -1: none */
     Py_ssize_t batch, near;
     Rule rule;
     Table table;
@@ -267,7 +268,8 @@ static void plan_some(void *given)
     set_desk(job, &desk, job->memory + atomic_fetch_add(&job->desks, 1) * job->per_desk);
     for (size_t next; (next = atomic_fetch_add(&job->next, 1)) < (size_t)job->batch;) {
         const Py_ssize_t b = (Py_ssize_t)next;
-        desk.first_gap = desk.gaps.count = (Py_ssize_t)job->starts[b] + b; /* one gap more than tokens at most */
+        job->first_gap[b] = job->starts[b] + b; /* one gap more than tokens at most */
+        desk.first_gap = desk.gaps.count = (Py_ssize_t)job->first_gap[b];
         if ((job->twin[b] = twin_of(job, b)) < 0)
             plan_one(job, &desk, b);
         job->gap_count[b] = desk.gaps.count - desk.first_gap;
@@ -289,8 +291,7 @@ static Py_ssize_t gather(Job *job)
 {
     Py_ssize_t count = 0;
     for (Py_ssize_t b = 0; b < job->batch; b++) {
-        const Py_ssize_t twin = (Py_ssize_t)job->twin[b], first = count;
-        Py_ssize_t from = (Py_ssize_t)job->starts[b] + b;
+        const Py_ssize_t twin = (Py_ssize_t)job->twin[b];
         if (twin >= 0) {
             const size_t length = (size_t)(job->starts[b + 1] - job->starts[b]);
             memcpy(job->source + job->starts[b], job->source + job->starts[twin], length * sizeof *job->source);
@@ -298,11 +299,12 @@ static Py_ssize_t gather(Job *job)
             job->computed[b] = job->computed[twin];
             job->evidence[b] = job->evidence[twin];
             job->gap_count[b] = job->gap_count[twin];
-            from = (Py_ssize_t)job->twin[twin]; /* where its gaps are now */
+            job->first_gap[b] = job->first_gap[twin];
         }
+        const Py_ssize_t from = (Py_ssize_t)job->first_gap[b];
+        job->first_gap[b] = count;
         for (Py_ssize_t g = 0; g < job->gap_count[b]; g++)
             copy_gap(&job->gaps, count++, from + g, b);
-        job->twin[b] = first;
     }
     return count;
 }
@@ -372,13 +374,14 @@ static Py_ssize_t plan_views(const Py_buffer *views, const Rule *rule, const Dem
         .table = {views[KEYS].buf, views[DATA].buf, views[MARKS].buf, (size_t)views[KEYS].shape[0]},
     };
     job.rule.kinds = (Kinds){views[KINDS].buf, views[KINDS].shape[0]};
-    char *copies = PyMem_RawMalloc((size_t)(3 * batch + 1 + count) * 8 + (size_t)count * sizeof(Sequence));
+    char *copies = PyMem_RawMalloc((size_t)(4 * batch + 1 + count) * 8 + (size_t)count * sizeof(Sequence));
     if (!copies) {
         PyErr_NoMemory();
         return -1;
     }
     int64_t *starts = cut(copies, &used, (size_t)batch + 1, 8), *candidates = cut(copies, &used, (size_t)count, 8);
     Sequence *records = cut(copies, &used, (size_t)count, sizeof *records);
+    job.first_gap = cut(copies, &used, (size_t)batch, 8);
     job.gap_count = cut(copies, &used, (size_t)batch, 8);
     job.twin = cut(copies, &used, (size_t)batch, 8);
     memcpy(starts, views[STARTS].buf, (size_t)(batch + 1) * 8);

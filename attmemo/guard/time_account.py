@@ -114,11 +114,11 @@ class TimeAccount:
         # Shares of the rows that records supply, as far as changes are known; could supply, if all were verified; and
         # could supply if all that is asked had become records. None: not seen yet.
         self._known = self._supplied = 0.0  # lately, and in the newest forward
-        self._overheads: deque[float] = deque(maxlen=LAST)  # shares that were supplied and not saved
         self._found: float | None = None
         self._hoped: float | None = None
         self._request = _Times()  # seconds a sequence, of forwards without reuse
         self._gains: deque[float] = deque(maxlen=LAST)  # share saved by forwards that verified nothing
+        self._overheads = _Times()  # shares that such forwards were supplied and did not save
         self._unknown = 0.0  # taken for it while there are few; above 0: what is not known is tried
         self._sizes: dict[int, _Size] = {}  # by the tokens of the first forward: batches of a stream are all alike
         self._seen: dict[int, _Size] = {}  # by tokens that were seen: batches of one are of many lengths, and quick
@@ -167,8 +167,8 @@ class TimeAccount:
             return 0.0
         first = SEED if self._gains_at_most >= WORTH else 0.0
         takes = OVERHEAD
-        if len(self._overheads) >= _TRIED:  # a lookup may take longer than the rows: single lines on AMX
-            takes = max(takes, statistics.median(self._overheads))
+        if len(self._overheads.last) >= _TRIED:  # a lookup may take longer than the rows: single lines on AMX
+            takes = max(takes, self._overheads.usual)
         return first + PAYS_BACK * max(self._known - takes, 0.0)
 
     def expect(self, share: float, known: float, sequences: int) -> None:
@@ -228,7 +228,7 @@ class TimeAccount:
                 cost = again * size.whole.usual
                 saved += cost
                 self._gains.append(saved / usual)
-                self._overheads.append(self._supplied - saved / usual)
+                self._overheads.record(self._supplied - saved / usual)
             if reused:
                 before = self._share(self._saved)
                 self._saved += saved

@@ -228,9 +228,7 @@ class Rows(Stack):
         self.store.close()
 
 
-def _twins(
-    call: Call, lengths: list[int], share: RowShare
-) -> tuple[Twins, list[npt.NDArray[np.int32]]]:  # fmt: skip
+def _twins(call: Call, lengths: list[int], share: RowShare) -> tuple[Twins, list[npt.NDArray[np.int32]]]:
     """Which sequences are computed for which, and the sources of those that are computed, one behind the other.
 
     Twins have the same rows, the same record, and take the same rows of it.
