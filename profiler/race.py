@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from attmemo.guard.certificate import certifies, highest_rate
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.peers.paths import PATHS, Ask, Order
 from attmemo.profiler.peers.process import PathError, Processes
@@ -35,7 +33,6 @@ TITLES: Final = {STOCK: "original model", PACKED: "exact", ROWS: "reuse"}
 EVERY: Final = 4  # one batch of so many is computed by all methods
 PAYS: Final = 1.05
 """Speed over another method from which a method is said to pay."""
-_MOST_SAMPLES: Final = 1 << 16
 _PRECISIONS: Final = {"float32": "f32", "bfloat16": "bf16"}  # as OpenVINO calls them
 
 
@@ -100,23 +97,6 @@ def faster_than(laps: Sequence[Lap], name: str, other: str) -> tuple[float, bool
     ratio = sum(one[other] for one in both) / sum(one[name] for one in both)
     logs = [log(one[other] / one[name]) for one in both]
     return ratio, ratio >= PAYS and fmean(logs) > 2.0 * stdev(logs) / sqrt(len(logs))
-
-
-def samples_needed(guard: Mapping[str, Any]) -> int | None:
-    """About how many verified answers the certificate needs in all, if no further one changes; None: too many.
-
-    As `attmemo.guard.Guard.certified` asks it, of the statistics of a guard.
-    """
-    least = int(guard["changed"])
-    could = guard["reused"] + guard["verified"] - guard["verified_afterwards"]
-
-    def enough(samples: int) -> bool:
-        highest = highest_rate(least, samples - least, guard["confidence"])
-        return certifies(highest, could, guard["requests"], guard["budget"])
-
-    samples = range(least, _MOST_SAMPLES + 1)
-    place = bisect_left(samples, True, key=enough)
-    return samples[place] if place < len(samples) else None
 
 
 @contextmanager

@@ -9,10 +9,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
+from attmemo.wording import percent
+
 Result = Mapping[str, Any]  # an evaluation's, `attmemo.evaluate/1`: shares between 0 and 1, times in ms
 NOTHING: Final = "–"
 _ANSWERED: Final = "share of lookups answered from the database"
-PERCENT, BYTES, TIMES, _MS, FOUR = "%", "bytes", "{:.2f}×", "{:.3g} ms", "{:.4f}"
+PERCENT, HUNDREDTHS, BYTES, TIMES, _MS, FOUR = "%", "% to hundredths", "bytes", "{:.2f}×", "{:.3g} ms", "{:.4f}"
 
 # Of the rows of all tables: the title of a key's column, and its format.
 _COLUMNS: Final = {
@@ -23,7 +25,7 @@ _COLUMNS: Final = {
     "speedup_packed": ("speed-up on packed", TIMES),
     "agreement": ("same answer", PERCENT), "changed": ("changed answers", PERCENT),
     "accuracy": ("accuracy", PERCENT), "cosine_mean": ("cosine, mean", FOUR),
-    "cosine_p1": ("cosine, lowest 1%", FOUR),
+    "cosine_p1": ("cosine, lowest 1 %", FOUR),
     "logit_distance_mean": ("logit distance, mean", FOUR), "perplexity": ("perplexity", "{:.4g}"),
     "mean_predicted_similarity": ("similarity, predicted", "{:.3f}"),
     "mean_true_similarity": ("similarity, true", "{:.3f}"),
@@ -56,7 +58,9 @@ def show(value: Any, form: str = "{}") -> str:
     if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
         return NOTHING
     if form == PERCENT:  # just under 1 it keeps a digit more, so that it does not read as all
-        return f"{min(value, 0.9999):.2%}" if 0.99 <= value < 1 else f"{value:.1%}"
+        return percent(min(value, 0.9999), 2) if 0.99 <= value < 1 else percent(value, 1)
+    if form == HUNDREDTHS:
+        return percent(value, 2)
     if form == BYTES:
         power = min(4, max(0, math.frexp(abs(value))[1] - 1) // 10)
         return f"{value / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
@@ -104,10 +108,10 @@ def _summary(result: Result) -> Table:
         ("Accuracy", both("accuracy", PERCENT), "on the labels of the data"),
         ("Perplexity", both("perplexity", "{:.4g}"), "of the texts themselves, token by token"),
         ("Cosine, mean", of("cosine_mean"), "between memoized and exact outputs"),
-        ("Cosine, lowest 1%", of("cosine_p1"), "1 sequence in 100 lies below"),
+        ("Cosine, lowest 1 %", of("cosine_p1"), "1 sequence in 100 lies below"),
         ("Cosine, lowest", of("cosine_min"), "the worst sequence"),
         ("Logit distance, mean", of("logit_distance_mean"), "between memoized and exact outputs"),
-        ("Logit distance, highest 1%", of("logit_distance_p99"), "1 sequence in 100 lies above"),
+        ("Logit distance, highest 1 %", of("logit_distance_p99"), "1 sequence in 100 lies above"),
         ("Threshold", show(result.get("threshold"), "{:.4g}"), str(result.get("threshold_source") or "")),
         ("Memory beside the model", show(result.get("weight_bytes"), BYTES), "weights made ready"),
         ("Lookup", show(result.get("lookup"), "per {}"), "one search each"),
@@ -125,7 +129,7 @@ def _live(guard: Result) -> Table:
         ("Answers reused", show(guard.get("reused"), PERCENT), "from rows of records of other texts"),
         ("Answers repeated", show(guard.get("repeated"), PERCENT), "as they were, of texts that came before"),
         ("Tokens recomputed", show(guard.get("share_computed"), PERCENT), "verification included"),
-        ("Changed answers", show(guard.get("changed"), "{:.2%}"), "of all"),
+        ("Changed answers", show(guard.get("changed"), HUNDREDTHS), "of all"),
         ("Verified", show(guard.get("verified"), "{:,}"), "answers that would have been reused"),
         ("At the end", str(guard.get("state")), str(guard.get("says"))),
     )

@@ -118,8 +118,9 @@ def main() -> int:
     found = audit(given.url, texts, given.key)
     print(json.dumps(found))
     broken = found["changed"] > 0 and at_most(found["changed"] - 1, len(texts), given.budget) > CONFIDENCE
-    print(f"{found['changed']} of {len(texts)} answers changed ({found['share']:.2%}), at most {found['at_most']:.2%} "
-          f"at {CONFIDENCE:.0%}" + ("; that is above the budget by more than chance" if broken else ""))  # fmt: skip
+    share, most = (f"{100 * found[key]:.2f} %" for key in ("share", "at_most"))
+    print(f"{found['changed']} of {len(texts)} answers changed ({share}), at most {most} at {100 * CONFIDENCE:.0f} %"
+          + ("; that is above the budget by more than chance" if broken else ""))  # fmt: skip
     return int(broken)
 
 

@@ -24,6 +24,7 @@ from paper.parts.layer import bench_layer
 from attmemo.errors import StorageFullError
 from attmemo.models import ADAPTERS
 from attmemo.profiler.plots import BLUE, INK, ORANGE, STYLE, png
+from attmemo.wording import percent
 
 LENGTHS = (128, 512)
 LONG_LENGTHS = (1024, 2048)  # of decoders too
@@ -120,7 +121,7 @@ def speedups(row: Mapping[str, Any]) -> str:
 def overheads(row: Mapping[str, Any]) -> str:
     """Lookup and fetch as a share of exact attention's time and, in brackets, the share of the ceiling's saving."""
     share = row["share_of_ceiling"]  # None: it saves nothing
-    return f"{row['overhead']:.1%}" + ("" if share is None else f" ({share:.0%})")
+    return percent(row["overhead"], 1) + ("" if share is None else f" ({percent(share)})")
 
 
 def as_markdown(found: Mapping[str, Any], cell: Callable[[Mapping[str, Any]], str] = speedups) -> str:

@@ -42,6 +42,7 @@ from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
 from attmemo.profiler.demo import model_path
 from attmemo.system.machine import conditions
+from attmemo.wording import percent
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
 EMBEDDED = ("OpenSSH", "HDFS", "Apache", "BGL")
@@ -555,8 +556,8 @@ def _sums(runs: list[dict[str, Any]]) -> str:
         f"{lines:,}",
         f"{sum(run['served'] for run in runs) / lines:.3f}",
         f"{2 * sum(run['served_late'] for run in runs) / lines:.3f}",
-        f"{sum(run['changed'] for run in runs) / lines:.2%}",
-        f"{worst:.2%}",
+        percent(sum(run["changed"] for run in runs) / lines, 2),
+        percent(worst, 2),
         f"{sum(run['rows'] for run in runs) / sum(run['tokens'] for run in runs):.3f}",
     )
     return " | ".join(parts)

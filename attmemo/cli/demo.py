@@ -145,7 +145,7 @@ def _title(way: str) -> str:
 
 def _live(race: Race) -> str:
     """How the race stands, in less than 80 columns."""
-    from attmemo.profiler.race import INT8, PACKED, ROWS, samples_needed, standing
+    from attmemo.profiler.race import INT8, PACKED, ROWS, standing
 
     found, guard = standing(race.laps), race.guard
     if found is None:
@@ -153,7 +153,7 @@ def _live(race: Race) -> str:
     if guard is None:
         speeds = f"exact {found.speed[PACKED]:.1f}x, 8 bits {found.speed[INT8]:.1f}x the original model"
         return f"embedder: {found.texts} lines, {speeds}"
-    needed = None if guard["state"] == "certified" else samples_needed(guard)
+    needed = None if guard["state"] == "certified" else guard["verified_needed"]
     checks = f"{guard['verified']} {'' if needed is None else f'of about {needed} '}checks"
     speeds = f"reuse {found.speed[ROWS] / found.speed[PACKED]:.1f}x exact"
     return f"classifier: {found.texts} lines, {checks}, {speeds}, {100 * found.served:.0f} % reused"

@@ -12,6 +12,7 @@ import typer
 
 from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.options import DatabasePath, Json, Quiet
+from attmemo.wording import percent
 
 if TYPE_CHECKING:
     from attmemo.db.pools.shared_pool import SharedPool
@@ -225,10 +226,10 @@ def show(out: Output, found: dict[str, Any]) -> None:
         out.table("Records by age", ("age", "records", "used", "never used"), ages)
     if found["history"]:
         rows_of = [
-            (_when(part["begin"]), cell(part["requests"]), f"{part['rows'] / max(part['tokens'], 1):.0%}")
+            (_when(part["begin"]), cell(part["requests"]), percent(part["rows"] / max(part["tokens"], 1)))
             for part in together(found["history"], _SHOWN)
         ]
-        out.table("Tokens recomputed, checks included", ("from", "requests", "rows"), rows_of)
+        out.table("Tokens recomputed, checks included", ("from", "requests", "recomputed"), rows_of)
 
 
 def together(history: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:

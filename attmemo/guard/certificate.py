@@ -9,6 +9,7 @@ Ramdas and Rinaldo (arXiv 2203.03532) for the alarm.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +22,7 @@ _SPREAD: Final = 1 / _PARTS / (1 / _PARTS).sum()
 """Shares of the stake, one for each part. Small parts get more: 1 % at 95 % takes 318 samples if no answer changed,
 and 644 if one did. Every such test needs at least 299."""
 _HALVINGS: Final = 40
+_MOST_SAMPLES: Final = 1 << 16
 
 EARNINGS: Final = 1000
 """Requests of which the budget may be saved up."""
@@ -62,6 +64,15 @@ def certifies(highest: float, could: int, requests: int, budget: float) -> bool:
     return highest < 1.0 and highest * min(max(share, 0.5), 1.0) <= budget
 
 
+def samples_needed(changed: int, could: int, requests: int, budget: float, confidence: float) -> int | None:
+    """About how many verified answers `certifies` needs in all, if no further one changes; None: too many."""
+    rate = budget / min(max(could / max(requests, 1), 0.5), 1.0)
+    samples = range(changed + 1, _MOST_SAMPLES + 1)
+    enough = 1.0 / (1.0 - confidence)
+    place = bisect_left(samples, True, key=lambda count: stake(rate, changed, count - changed) >= enough)
+    return samples[place] if place < len(samples) else None
+
+
 @dataclass(slots=True)
 class Counts:
     """Samples and requests since an epoch began. All but `lowest` are sums: those of several processes are added."""
@@ -75,6 +86,11 @@ class Counts:
     lost: float = 0.0  # what was saved up for too long
     repeated: int = 0  # of the requests, those whose own record answered: nothing changed
     lowest: float = 1.0  # of the highest rates so far: not a sum, the lowest of all processes holds
+
+    @property
+    def could(self) -> int:
+        """Requests that could be served from another input: those that were, and those verified in place of it."""
+        return self.served + self.same + self.changed - self.owed
 
     def copy(self) -> Counts:
         """The same numbers."""

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.errors import ArgumentError
-from attmemo.guard.certificate import Certificate, Counts, certifies
+from attmemo.guard.certificate import Certificate, Counts, certifies, samples_needed
 from attmemo.guard.file import NO_SUMS, Learned, Ledger, beyond, joined
 from attmemo.guard.known_changes import Gaps, Verified
 from attmemo.guard.margin import VECTORS, Margin
@@ -371,8 +371,7 @@ class Guard:
     def certified(self) -> bool:
         """Whether every answer whose changes are verified may be served."""
         c = self.certificate.counts
-        could = c.served + c.same + c.changed - c.owed
-        return certifies(self.certificate.highest, could, c.requests, self.budget)
+        return certifies(self.certificate.highest, c.could, c.requests, self.budget)
 
     def state(self) -> State:
         """Where the guard stands now."""
@@ -380,8 +379,9 @@ class Guard:
             c = self.certificate.counts
             name = "certified" if self.stands else "alarm" if self._alarmed else "learning"
             highest = self.certificate.cost / c.requests if c.requests else 0.0
+            needed = samples_needed(c.changed, c.could, c.requests, self.budget, self.confidence)
             return State(
-                name, highest, c.copy(), self.margin.least, len(self.verified),
+                name, needed, highest, c.copy(), self.margin.least, len(self.verified),
                 self._since, dict(self._done),
             )  # fmt: skip
 
@@ -397,6 +397,7 @@ class Guard:
             "highest_share_changed": state.highest,
             "highest_rate_of_served": self.certificate.highest,
             "verified": counts.same + counts.changed,
+            "verified_needed": state.needed,
             "verified_afterwards": counts.owed,
             "changed": counts.changed,
             "requests": counts.requests,

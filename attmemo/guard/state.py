@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from attmemo.guard.certificate import Counts
+from attmemo.wording import percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,7 @@ class State:
     """Where a guard stands."""
 
     name: str  # "learning": evidence is collected; "certified" or "alarm"
+    needed: int | None  # verified answers, about, from which it is certified if none changes; None: too many
     highest: float  # share of all answers that changed, at most
     counts: Counts
     margin: float
@@ -24,13 +26,15 @@ class State:
         """The state in a sentence."""
         c = self.counts
         day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
-        name = "collecting evidence" if self.name == "learning" else self.name
+        name, needed = self.name, ""
+        if name == "learning":
+            name, needed = "evidence collected", "" if self.needed is None else f"of {self.needed} "
         return (
-            f"{name}: {c.same + c.changed} reused answers verified, {c.changed} changed; "
+            f"{name}: {c.same + c.changed} {needed}reused answers verified, {c.changed} changed; "
             f"of {c.requests} requests {_count(c.served, c.requests)} reused and {_count(c.repeated, c.requests)} "
-            f"repeated; at most {100 * self.highest:.2g} % of all answers changed, {confidence:.0%}, since {day}"
+            f"repeated; at most {100 * self.highest:.2g} % of all answers changed, {percent(confidence)}, since {day}"
         )
 
 
 def _count(part: int, requests: int) -> str:
-    return f"{part} ({part / requests:.0%})" if requests else "0"
+    return f"{part} ({percent(part / requests)})" if requests else "0"

@@ -328,7 +328,7 @@ def test_inspect_shows_what_requests_cost_and_why_records_went(folder: Path, tmp
     assert sum(part["requests"] for part in shown["history"]) == 100
     assert sum(part["rows"] for part in shown["history"]) == 400
     text = succeed("inspect", folder)
-    assert "40%" in text
+    assert "40 %" in text
     assert "not used since they were written" in text
     assert shown["counts"]["evicted"] > shown["counts"].get("evicted_used", 0)
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -93,7 +93,7 @@ def test_the_tutorial_runs_on_a_few_lines(minilm: None, log_lines: list[str]) ->
     for seen, shown in outputs:
         assert len(seen.splitlines()) == len(shown.splitlines())
     assert "True" in outputs[1][0]
-    assert outputs[2][0].splitlines()[2].startswith("collecting evidence")
+    assert outputs[2][0].splitlines()[2].startswith("evidence collected: ")
 
 
 @pytest.mark.slow

@@ -382,8 +382,8 @@ class TestGuard:
         said = guard.state().sentence(0.95)
         pattern = (
             r"certified: (\d+) reused answers verified, (\d+) changed; "
-            r"of (\d+) requests (\d+) \((\d+)%\) reused and "
-            r"(\d+) \((\d+)%\) repeated; at most ([\d.e-]+) % of all answers changed, 95%, "
+            r"of (\d+) requests (\d+) \((\d+) %\) reused and "
+            r"(\d+) \((\d+) %\) repeated; at most ([\d.e-]+) % of all answers changed, 95 %, "
             r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         )
         found = re.fullmatch(pattern, said)
@@ -391,7 +391,7 @@ class TestGuard:
         assert found.groups()[:7] == ("2000", "0", "109", "30", "28", "9", "8")
         assert 0 < float(found[8]) <= 1.0
         assert Guard(0.01, 0.95).state().sentence(0.95).startswith(
-            "collecting evidence: 0 reused answers verified, 0 changed; of 0 requests 0 reused and 0 repeated;"
+            "evidence collected: 0 of 644 reused answers verified, 0 changed; of 0 requests 0 reused and 0 repeated;"
         )
 
     def test_stats_are_plain_numbers(self) -> None:

@@ -24,6 +24,7 @@ from attmemo.cli import demo as command
 from attmemo.cli.app import app
 from attmemo.cli.console import live_line
 from attmemo.errors import DataError
+from attmemo.guard.certificate import samples_needed
 from attmemo.guard.guard import Guard
 from attmemo.memoization import memoize
 from attmemo.profiler import demo
@@ -44,7 +45,6 @@ from attmemo.profiler.race import (
     Race,
     faster_than,
     other_runtimes,
-    samples_needed,
     standing,
 )
 from attmemo.profiler.way_plots import color_of, draw_demo, windows_of
@@ -290,7 +290,7 @@ class TestRace:
             for _ in range(changed):
                 guard.certificate.spend([1], [False], [False])
                 guard.certificate.sample(True)
-            needed = samples_needed({**guard.stats(), "requests": 1, "verified": 1})  # all could have been served
+            needed = samples_needed(changed, 1, 1, 0.01, 0.95)
             assert needed is not None
             while not guard.certified:
                 guard.certificate.spend([1], [False], [False])

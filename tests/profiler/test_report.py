@@ -132,7 +132,7 @@ def test_the_page_needs_no_other_file_and_no_network(written: list[Path]) -> Non
 def test_the_page_has_what_a_reader_needs_first(written: list[Path]) -> None:
     page = written[0].read_text(encoding="utf-8")
     for part in (
-        "Memoization pays here.", "1.43×", "1.43× (1.40× to 1.46×)", "75.0%", "99.40%", "0.9980", "0.95",
+        "Memoization pays here.", "1.43×", "1.43× (1.40× to 1.46×)", "75.0 %", "99.40 %", "0.9980", "0.95",
         "Example 1", "float16", "random map", "Layer 1 was left alone.", "org/model-base", "a.log, b.csv", "2.861 MiB",
     ):  # fmt: skip
         assert part in page, part
@@ -202,9 +202,9 @@ def test_no_column_or_table_is_without_a_value() -> None:
 def test_nearly_all_does_not_read_as_all() -> None:
     result = make_result()
     result["quality"]["agreement"] = 0.9996
-    assert ("Same answer", "99.96%", "as the exact model") in make_tables(result)[0].rows
+    assert ("Same answer", "99.96 %", "as the exact model") in make_tables(result)[0].rows
     result["quality"]["agreement"] = 0.99999
-    assert ("Same answer", "99.99%", "as the exact model") in make_tables(result)[0].rows
+    assert ("Same answer", "99.99 %", "as the exact model") in make_tables(result)[0].rows
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_json(tmp_path: Path) -> None:
