@@ -1,4 +1,4 @@
-"""attmemo: attention memoization for transformers on CPU servers with memory to spare.
+"""attmemo: faster transformer encoders on CPU servers.
 
 from attmemo import memoize
 model = memoize(model)                  # exact; with budget=0.01 it reuses what similar inputs have computed
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     )
     from attmemo.forward.handle import Memoization
     from attmemo.memoization import memoize, unmemoize
+    from attmemo.system.precision import best_dtype
 
 _HOMES = {
     "Database": "db",
+    "best_dtype": "system.precision",
     "Memoization": "forward.handle",
     "memoize": "memoization",
     "unmemoize": "memoization",
@@ -43,6 +45,7 @@ __all__ = [
     "Memoization",
     "StaleDatabaseError",
     "UnsupportedModelError",
+    "best_dtype",
     "memoize",
     "similarity_score",
     "unmemoize",

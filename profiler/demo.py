@@ -27,7 +27,7 @@ from attmemo.profiler.peers.paths import MIN_COSINE, Ask, Way, another, memoize_
 from attmemo.profiler.race import INT8, PACKED, ROWS, STOCK, Race, faster_than, other_runtimes
 from attmemo.system.extras import check_installed, install
 from attmemo.system.machine import conditions
-from attmemo.system.precision import has_native_bfloat16
+from attmemo.system.precision import best_dtype
 from attmemo.wording import counted
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
@@ -73,11 +73,6 @@ def prepare_folder(output: Path) -> None:
     except OSError as error:
         what = f"{output} cannot be written: {error.strerror or error}."
         raise AttmemoError(what, "name another directory: --output DIR") from error
-
-
-def usual_dtype() -> str:
-    """The precision in which this processor is fastest: bfloat16 where it multiplies it natively, else float32."""
-    return "bfloat16" if has_native_bfloat16() else "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +181,7 @@ def run_demo(
     name, batches = model_path(), source.batches()
     prepare_folder(output)
     tell("loading the model")
-    dtype = usual_dtype() if dtype == "auto" else dtype
+    dtype = str(best_dtype()).removeprefix("torch.") if dtype == "auto" else dtype
     loaded = load_model(name, dtype)
     loaded.pooling = own_pooling(name)
     stream = Stream(loaded, batches, min(LONGEST, greatest_length(loaded, None)))

@@ -28,6 +28,8 @@ ROWS: Final = "rows, guarded"
 CACHE: Final = "packed, behind a cache"
 OPENVINO: Final = "OpenVINO"
 ONNX: Final = "ONNX Runtime, float32"
+OPENVINO_INT8: Final = "OpenVINO, 8 bits"
+ONNX_INT8: Final = "ONNX Runtime, 8 bits"
 TITLES: Final = {STOCK: "original model", PACKED: "exact", ROWS: "reuse"}
 """Methods for readers, where they have another name in files."""
 EVERY: Final = 4  # one batch of so many is computed by all methods
@@ -103,7 +105,8 @@ def faster_than(laps: Sequence[Lap], name: str, other: str) -> tuple[float, bool
 def other_runtimes(loaded: LoadedModel, texts: Sequence[Tokens]) -> Iterator[tuple[dict[str, Ask], list[str]]]:
     """Other runtimes that are installed, each in a process of its own, and why one of them takes no part.
 
-    `texts` show the model's inputs. OpenVINO computes in the model's precision, ONNX Runtime in float32.
+    `texts` show the model's inputs. Both in 8 bits too; beside them OpenVINO computes in the
+    model's precision, ONNX Runtime in float32.
     """
     found: dict[str, Ask] = {}
     notes = []
@@ -113,8 +116,11 @@ def other_runtimes(loaded: LoadedModel, texts: Sequence[Tokens]) -> Iterator[tup
             (len(texts),), modules=("transformers", type(loaded.model).__module__),
         )  # fmt: skip
         with Processes(order) as processes:
-            for name, path in ((OPENVINO, f"openvino-{_PRECISIONS[loaded.dtype]}"), (ONNX, "onnx")):
-                if find_spec(PATHS[path].needs[0]) is not None:
+            for name, path in (
+                (OPENVINO, f"openvino-{_PRECISIONS[loaded.dtype]}"), (OPENVINO_INT8, "openvino-int8"),
+                (ONNX, "onnx"), (ONNX_INT8, "onnx-int8"),
+            ):  # fmt: skip
+                if all(find_spec(package) is not None for package in PATHS[path].needs):
                     try:
                         found[name] = processes.open(path)[0].ask
                     except PathError as error:

@@ -14,14 +14,28 @@ from matplotlib.ticker import PercentFormatter
 
 from attmemo.profiler.peers.verdict import title_of
 from attmemo.profiler.plots import BLUE, FAINT, GOLD, GREEN, GREY, INK, ORANGE, PURPLE, RED, STYLE, png
-from attmemo.profiler.race import CACHE, INT8, ONNX, OPENVINO, PACKED, ROWS, STOCK, TITLES, Lap, standing
+from attmemo.profiler.race import (
+    CACHE,
+    INT8,
+    ONNX,
+    ONNX_INT8,
+    OPENVINO,
+    OPENVINO_INT8,
+    PACKED,
+    ROWS,
+    STOCK,
+    TITLES,
+    Lap,
+    standing,
+)
 
 COLORS: Final = {
     "stock": FAINT, "openvino": ORANGE, "onnx": PURPLE, "none": GREEN, "rows": BLUE, "maps": GOLD, "cache": GREY,
     "8 bits": "#8cc3a4",
 }  # fmt: skip
 _NAMES: Final = {
-    STOCK: "stock", OPENVINO: "openvino", ONNX: "onnx", PACKED: "none", ROWS: "rows", INT8: "8 bits", CACHE: "cache",
+    STOCK: "stock", OPENVINO: "openvino", OPENVINO_INT8: "openvino", ONNX: "onnx", ONNX_INT8: "onnx", PACKED: "none",
+    ROWS: "rows", INT8: "8 bits", CACHE: "cache",
 }  # fmt: skip
 WINDOWS: Final = 24
 FEW: Final = 8  # windows, up to which points are marked

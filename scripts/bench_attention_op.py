@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured_at import write_record
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -471,7 +472,7 @@ def main() -> None:
     }
     options.output.mkdir(parents=True, exist_ok=True)
     name = "attention-op" if options.device == "cpu" else "attention-op-gpu"
-    (options.output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.output / f"{name}.json", result)
     plot(rows, options.output / f"{name}.png")
     page = options.output / f"{name}.md"
     tables = [table([row for row in rows if row["queries"] == kind]) for kind in TYPES]

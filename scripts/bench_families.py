@@ -19,6 +19,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from measured_at import write_record
 from paper.parts.layer import bench_layer
 
 from attmemo.errors import StorageFullError
@@ -191,7 +192,7 @@ def write(found: dict[str, Any], place: Path) -> None:
     """The record, its table and its picture."""
     order = [adapter.family for adapter in ADAPTERS]
     found["rows"].sort(key=lambda row: (order.index(row["family"]), row["dtype"] != "float32", row["length"]))
-    place.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    write_record(place.with_suffix(".json"), found)
     facts = {name: value for name, value in found["conditions"].items() if name not in ("load", "repeats")}
     notes = "".join(f"* {note}\n" for note in found["notes"])
     text = HEAD.format(layers=facts["layers"]) + as_markdown(found) + f"\n![{place.stem}]({place.stem}.png)\n\n"

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from measured_at import measured_at, processor_of
+from measured_at import measured_at, processor_of, write_record
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -713,7 +713,7 @@ def write_types(options: argparse.Namespace) -> None:
 
     fresh = {key(row) for row in rows}
     record["rows"] = [row for row in record["rows"] if key(row) not in fresh] + rows
-    place.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(place, record)
     options.output.with_suffix(".md").write_text(table_of_types(record))
     print(table_of_types(record))
 
@@ -758,7 +758,7 @@ def main() -> None:
 
     fresh = {key(row) for row in rows}
     record = {"conditions": facts, "rows": [row for row in known if key(row) not in fresh] + rows}
-    place.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(place, record)
     options.output.with_suffix(".md").write_text(table(record))
     print(table(record))
 

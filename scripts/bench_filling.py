@@ -9,7 +9,6 @@ OUT/CASE.json; `cold` draws OUT/cold.png too. Times are ratios of passes that ta
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import resource
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 import workloads
 from bench_guard import SETTINGS, Unguarded, answered, lines_of, load
+from measured_at import write_record
 from simulate_filling import Every, Unbounded, other_texts, simulate, stream
 from transformers import BertConfig, BertModel
 
@@ -367,7 +367,7 @@ def main() -> None:
     for name in options.cases:
         if name not in CASES:
             parser.error(f"no case {name!r}: {', '.join(CASES)}")
-        (options.out / f"{name}.json").write_text(json.dumps(CASES[name](options.shared, options.out), indent=1))
+        write_record(options.out / f"{name}.json", CASES[name](options.shared, options.out))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured_at import write_record
 from transformers import AutoModel, AutoTokenizer
 
 from attmemo.profiler.demo import model_path
@@ -84,7 +85,7 @@ def main() -> None:
             lambda: embed(tokenizer(texts, truncation=True, max_length=128)["input_ids"])
         )
     print(json.dumps(found, indent=1))
-    options.output.write_text(json.dumps(found, indent=1) + "\n")
+    write_record(options.output, found)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measured_at import write_record
 from scipy.stats import rankdata
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -583,7 +584,7 @@ def main() -> None:
     if options.table:
         print(table(options.out))
     if options.merge:
-        options.merge.write_text(json.dumps(merged(options.out, tuple(known)), indent=1) + "\n")
+        write_record(options.merge, merged(options.out, tuple(known)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ machine's speed hit all. The batch is repeated, and the median of its sums is ta
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from matplotlib.figure import Figure
+from measured_at import write_record
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
@@ -156,7 +156,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     made_on["device"] = device
     found = {"conditions": {**made_on, "repeats": arguments.repeats}, "cases": results}
-    arguments.output.with_suffix(".json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_record(arguments.output.with_suffix(".json"), found)
     draw(results, arguments.output.with_suffix(".png"), device)
     print(table(results))
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from measured_at import write_record
 from peers_inputs import shape_of
 from torch import Tensor, nn
 from workloads import lines_of
@@ -424,7 +425,7 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             storage = args.storage or args.dtype
             result = measure(known[name](), getattr(torch, args.dtype), storage, Path(folder), not args.no_compile)
-        (args.output / f"{name}-{args.dtype}-{storage}.json").write_text(json.dumps(result, indent=1))
+        write_record(args.output / f"{name}-{args.dtype}-{storage}.json", result)
         print(summary(args.output), flush=True)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from measured_at import write_record
 from torch import Tensor
 
 from attmemo.memoization import memoize
@@ -145,7 +146,7 @@ def main() -> None:
             "model": MODEL, "lines": LINES, "batch": BATCH, "budget": BUDGET,
             "packages": measured_under()["packages"],
         }  # fmt: skip
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_record(args.output, result)
         speeds = {part: result["streams"][name]["parts"][part]["speed"] for part in ("all", LATE)}
         print(name, json.dumps(speeds), result["streams"][name]["guard"]["says"], flush=True)
     args.output.with_suffix(".png").write_bytes(draw(result["streams"]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,3 +37,13 @@ def processor_of(features: list[str]) -> str:
         "avx512f": "x86-64 with AVX-512", "avx2": "x86-64 with AVX2", "bf16": "arm64 with bfloat16",
     }  # fmt: skip
     return next((kind for name, kind in kinds.items() if name in features), "other")
+
+
+def write_record(file: Path, found: dict[str, Any]) -> None:
+    """Write a JSON of numbers, with ``measured``: the commit, the day, the class of processor and the versions."""
+    from attmemo.system.machine import conditions
+
+    where = conditions()
+    versions = {name: where[name] for name in ("python", "torch", "transformers")}
+    at = measured_at() | {"processor": processor_of(where["features"])} | versions
+    file.write_text(json.dumps(found | {"measured": at}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from bench_fastseq import TYPES, Peer, conditions, made_of, table_of_types
 from convert_stories import convert
+from measured_at import write_record
 from torch import Tensor
 from train_tiny_bart import train
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -181,7 +182,7 @@ def main() -> None:
         parted.append(partings("continue sentences", folder, beginnings, 60))
     kept = [task for task in record.get("bfloat16", []) if task["task"] not in {task["task"] for task in parted}]
     record["bfloat16"] = kept + [task | {"conditions": facts} for task in parted]
-    options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.output.with_suffix(".json"), record)
     options.output.with_suffix(".md").write_text(table_of_types(record))
 
 

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pandas as pd
 import torch
 from loghub_windows import windows
+from measured_at import write_record
 
 from attmemo import memoize
 from attmemo.db import Database
@@ -219,7 +220,7 @@ def page(output: Path) -> None:
     """Gather the cases of `output` into maps.json, and print the table."""
     files = {name: output / f"{name}.json" for name in CASES}
     found = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    (output / "maps.json").write_text(json.dumps(found, indent=1))
+    write_record(output / "maps.json", found)
     print("| data | threshold | calls served (exhaustive search) | speed | answers |")
     print("|---|---|---|---|---|")
     for name, case in found.items():

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from measured_at import write_record
 from transformers import AutoTokenizer
 from workloads import lines_of
 
@@ -540,7 +541,7 @@ def main() -> None:
     for name in options.cases:
         if name not in CASES:
             parser.error(f"no case {name!r}: {', '.join(CASES)}")
-        (options.out / f"{name}.json").write_text(json.dumps(CASES[name](options.shared), indent=1))
+        write_record(options.out / f"{name}.json", CASES[name](options.shared))
     if options.table:
         print("\n".join(table(options.out)))
 

@@ -11,7 +11,6 @@ that the line has not; those that moved most (which only the exact answer tells)
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from bench_rows import Case, lines_case, minilm
+from measured_at import write_record
 from torch import Tensor
 
 from attmemo.kernels.align import LONG, Rule
@@ -228,7 +228,7 @@ def main() -> None:
     for log in args.log:
         print(log, flush=True)
         found[log] = measure(plain, lines_case(args.shared, log))
-    args.output.write_text(json.dumps(found, indent=1) + "\n")
+    write_record(args.output, found)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import torch
 from convert_stories import convert
 from marked import replace_measured, table
 from matplotlib.figure import Figure
+from measured_at import write_record
 from torch import Tensor
 
 from attmemo import memoize, unmemoize
@@ -541,7 +542,7 @@ def collect(output: Path) -> dict[str, Any]:
 
 def write(result: dict[str, Any], docs: Path) -> None:
     """The numbers, the tables in the document, and the figure."""
-    (docs / "study-decoder.json").write_text(json.dumps(result) + "\n")
+    write_record(docs / "study-decoder.json", result)
     replace_measured(docs / "study-decoder.md", tables(result))
     draw(result, docs / "study-decoder.png")
 

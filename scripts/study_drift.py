@@ -10,13 +10,13 @@ exact one, for several shares of the drift; nothing is timed.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from bench_guard import Served, Unguarded
+from measured_at import write_record
 from workloads import lines_of
 
 from attmemo.rows import serve as rows
@@ -59,7 +59,7 @@ def main() -> None:
                 "below .98": float((own < 0.98).mean()),
             }  # fmt: skip
             print(log, share, result[log][str(share)], flush=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.out, result)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import numpy as np
 import pandas as pd
 import torch
 from marked import replace_measured
+from measured_at import write_record
 from paper.exhaustive import padded_inputs
 from torch import Tensor, nn
 
@@ -369,10 +370,9 @@ def main() -> None:
             "held_out_similarity": trained["layers"]["-1"],
             "levels": levels,
         }
-    text = json.dumps(result, indent=1) + "\n"
-    (args.output / "study-pruned.json").write_text(text)
+    write_record(args.output / "study-pruned.json", result)
     if args.docs is not None:
-        (args.docs / "study-pruned.json").write_text(text)
+        write_record(args.docs / "study-pruned.json", result)
         replace_measured(args.docs / "study-pruned.md", table(result))
     print(table(result))
 

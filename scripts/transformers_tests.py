@@ -30,6 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from measured_at import write_record
+
 FAMILIES = ("bart", "marian", "t5", "gpt2", "llama", "qwen2", "qwen3")
 _SHAPED = ("output_attentions", "output_hidden_states")  # of other shapes with a cache
 WAYS = ("stock", "wrap", "accelerate")
@@ -241,7 +243,7 @@ def main() -> None:
     for family in options.families:
         row = compare(options.checkout.resolve(), family, options.tests)
         record["rows"] = [known for known in record["rows"] if known["family"] != family] + [row]
-        place.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(place, record)
         options.output.with_suffix(".md").write_text(table(record))
     print(table(record))
 

@@ -98,6 +98,7 @@ def summarize(found: dict[str, Any]) -> list[str]:
         lines += wrapped(verdict_of_classifier(classifier, found["budget"]))
     for note in found["notes"]:
         lines += wrapped(f"Note: {note}")
+    lines += ["", *wrapped(verdict(embedder, classifier, found["budget"]))]
     return [*lines, "", "Next: attmemo advise MODEL FILE looks at your own model and lines."]
 
 
@@ -135,6 +136,22 @@ def verdict_of_classifier(found: dict[str, Any], budget: float) -> str:
         f"Reuse does not pay here: {numbers} ({why}). Leave the budget out. Pauses between requests, in which answers "
         "are checked, may change that."
     )
+
+
+def verdict(embedder: dict[str, Any], classifier: dict[str, Any] | None, budget: float) -> str:
+    """The fastest method of attmemo for each use, over the original model."""
+    from attmemo.profiler.race import INT8, PACKED, ROWS
+
+    calls = {PACKED: "memoize(model)", INT8: 'memoize(model, linear="int8")'} | {
+        ROWS: f"memoize(model, budget={budget:g})"
+    }
+    said = []
+    for use, found in (("embed", embedder), ("classify", classifier)):
+        speed = {} if found is None else {way: x for way, x in found["parts"]["all"]["speed"].items() if way in calls}
+        if speed:
+            best = max(speed, key=speed.__getitem__)
+            said.append(f"to {use}, {calls[best]}: {speed[best]:.2f}x the original model")
+    return f"Fastest of attmemo here {'; '.join(said)}."
 
 
 def _title(way: str) -> str:

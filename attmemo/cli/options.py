@@ -60,12 +60,16 @@ def parse_cosine(text: str) -> float:
 
 
 def parse_precision(text: str) -> Precision:
-    """What a model computes in."""
+    """What a model computes in; ``auto``: the type in which this processor is fastest."""
+    if text == "auto":
+        from attmemo.system.precision import best_dtype
+
+        return cast(Precision, str(best_dtype()).removeprefix("torch."))
     if text in get_args(Precision):
         return cast(Precision, text)
     if text == "float16":
         raise typer.BadParameter("CPUs compute float16 slowly; write bfloat16, which takes as much memory.")
-    raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(Precision))}.")
+    raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(Precision))}, auto.")
 
 
 def _number(text: str) -> float:
@@ -86,8 +90,9 @@ def share(text: str) -> Any:
 
 
 def precision(text: str, **more: Any) -> Any:
-    """An option that takes what a model computes in; `more` is as for `typer.Option`."""
-    return typer.Option(metavar="float32|bfloat16", parser=parse_precision, help=text, **more)
+    """An option that takes what a model computes in, auto the fastest here; `more` is as for `typer.Option`."""
+    text += " auto: the fastest here."
+    return typer.Option(metavar="float32|bfloat16|auto", parser=parse_precision, help=text, **more)
 
 
 def choose(options: type[Options], values: Mapping[str, Any]) -> Options:

@@ -23,6 +23,17 @@ def has_native_bfloat16() -> bool | None:
     return bool(BFLOAT16 & set(processor()[1])) if CPUINFO.exists() else None
 
 
+def best_dtype() -> torch.dtype:
+    """Return the number type in which a model is fastest here: bfloat16 where the processor multiplies it natively.
+
+    Returns
+    -------
+    torch.dtype
+        ``torch.bfloat16``, or ``torch.float32`` elsewhere and where the processor does not say what it has.
+    """
+    return torch.bfloat16 if has_native_bfloat16() else torch.float32
+
+
 def slow(dtype: torch.dtype) -> str | None:
     """A warning if this processor only emulates the type; None if it computes the type natively."""
     if dtype == torch.bfloat16 and has_native_bfloat16() is False:

@@ -68,6 +68,16 @@ def write_fastembed(loaded: LoadedModel, onnx: Path, folder: Path, longest: int)
 
 def fastembed(folder: Path, pooling: str, width: int) -> Way:
     """fastembed with a custom model."""
+    # Its threads would spin after an answer, and take the cores of the methods that are timed next; no option stops
+    # them, and this process has no other session.
+    onnxruntime: Any = import_module("onnxruntime")
+
+    class Quiet(onnxruntime.SessionOptions):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_session_config_entry("session.force_spinning_stop", "1")
+
+    onnxruntime.SessionOptions = Quiet
     library: Any = import_module("fastembed")
     described: Any = import_module("fastembed.common.model_description")
     library.TextEmbedding.add_custom_model(

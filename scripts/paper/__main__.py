@@ -11,13 +11,14 @@ Databases that several figures use, and parts of figures that were measured, are
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this package, and the scripts beside it
+from measured_at import write_record
+
 from paper import page
 from paper.frame import LaterError, Run, measured
 from paper.registry import NAMES, figure
@@ -45,7 +46,7 @@ def main() -> None:
             found = measured(figure(name), run)
         except LaterError as part:
             sys.exit(f"{name} is not finished: {part} is next; run the same command again")
-        (args.output / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_record(args.output / f"{name}.json", found)
         run.tell(f"{name}: {found['seconds']:g} s")
     if args.page:
         print(page.write(args.output))

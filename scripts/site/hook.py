@@ -22,6 +22,9 @@ ROOT = HERE.parents[1]
 FIRST, INDEX, RESULTS = "README.md", "docs/README.md", "Results and records"
 TUTORIAL, NOTEBOOK = "docs/tutorial.md", "tutorial.ipynb"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+COLUMNS = 6  # of a table: more do not fit a phone
+TABLE = re.compile(r"(?m)^\|.*\|\n\|[ :|-]+\|\n(?:\|.*\|(?:\n|\Z))+")
+CELL_END = re.compile(r"(?<!\\)\|")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".c": "c", ".service": "ini"}
 
 
@@ -79,6 +82,25 @@ def source(path: str) -> str:
     return f"# {path}\n\n````{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}````\n"
 
 
+def narrow(text: str) -> str:
+    """The text with tables of at most COLUMNS columns: a wider one becomes several, all with the first columns."""
+    parts = re.split(r"(?ms)(^```.*?^```$)", text)
+    return "".join(part if number % 2 else TABLE.sub(_narrow_table, part) for number, part in enumerate(parts))
+
+
+def _narrow_table(found: re.Match[str]) -> str:
+    head, line, *rows = ([cell.strip() for cell in CELL_END.split(row)[1:-1]] for row in found[0].splitlines())
+    if len(head) <= COLUMNS:
+        return found[0]
+    # The first columns stand in every part: as many as tell the rows apart, three at most.
+    keys = next((count for count in (1, 2) if len({tuple(row[:count]) for row in rows}) == len(rows)), 3)
+    shown = []
+    for first in range(keys, len(head), COLUMNS - keys):
+        places = [*range(keys), *range(first, min(first + COLUMNS - keys, len(head)))]
+        shown.append("".join(f"| {' | '.join(row[at] for at in places)} |\n" for row in (head, line, *rows)))
+    return "\n".join(shown)
+
+
 def notebook(text: str) -> str:
     """A page as a Jupyter notebook: Python in cells of code, all else in cells of Markdown."""
     cells: list[dict[str, Any]] = []
@@ -117,7 +139,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     for path, text in texts.items():
         if path in documents:
             files.remove(documents[path])
-        shown = moved(path, text) if path.endswith(".md") else text
+        shown = narrow(moved(path, text)) if path.endswith(".md") else text
         if path == TUTORIAL:
             files.append(File.generated(config, NOTEBOOK, content=notebook(shown)))
             shown += f"\n[This page as a notebook]({NOTEBOOK})\n"

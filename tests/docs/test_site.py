@@ -104,6 +104,15 @@ def test_lists_and_tables_are_not_shown_as_text(pages: dict[Path, Page]) -> None
         assert found is None, (file.name, found)
 
 
+def test_no_table_has_more_than_six_columns(pages: dict[Path, Page]) -> None:
+    rows = 0
+    for file in pages:
+        for row in re.findall(r"(?s)<tr>(.*?)</tr>", file.read_text(encoding="utf-8")):
+            rows += 1
+            assert len(re.findall(r"<t[hd]\b", row)) <= 6, (file.name, row)
+    assert rows > 1000
+
+
 def test_the_search_finds_documents_and_docstrings(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     places = {entry["location"]: entry["text"] for entry in index["docs"]}

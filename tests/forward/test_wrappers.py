@@ -249,6 +249,17 @@ class TestPrecision:
         assert "float16" in str(precision.slow(torch.float16))
 
     @pytest.mark.parametrize("native", [False, None, True])
+    def test_the_best_type_is_bfloat16_where_the_processor_multiplies_it(
+        self, native: bool | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from attmemo.cli.options import parse_precision
+        from attmemo.system import precision
+
+        monkeypatch.setattr(precision, "has_native_bfloat16", lambda: native)
+        assert precision.best_dtype() == (torch.bfloat16 if native else torch.float32)
+        assert parse_precision("auto") == ("bfloat16" if native else "float32")
+
+    @pytest.mark.parametrize("native", [False, None, True])
     def test_memoize_warns_where_bfloat16_is_emulated(
         self, native: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

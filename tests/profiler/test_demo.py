@@ -302,6 +302,8 @@ class TestRace:
     ) -> None:
         monkeypatch.setitem(PATHS, "openvino-f32", replace(ODD["unready"], needs=("torch",)))
         monkeypatch.setitem(PATHS, "onnx", replace(ODD["dying"], needs=("torch",)))
+        for path in ("openvino-int8", "onnx-int8"):
+            monkeypatch.setitem(PATHS, path, replace(PATHS[path], needs=("a_package_that_is_not_there",)))
         loaded = load_model(tiny_bert)
         loaded.pooling = own_pooling(tiny_bert)
         texts = tokenize(loaded, list(generate_log(32, 3)), 64)
@@ -349,14 +351,6 @@ class TestRace:
         assert cache.nbytes == sum(8 * len(text) + given[0].nbytes for text in (one, two, three))
 
 
-@pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32"), (None, "float32")])
-def test_bfloat16_is_taken_where_the_processor_multiplies_it(
-    native: bool | None, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "has_native_bfloat16", lambda: native)
-    assert demo.usual_dtype() == dtype
-
-
 class TestVerdict:
     def classifier(self, served: float, late: tuple[float, bool]) -> str:
         parts = {"last third": {"served": served}}
@@ -384,6 +378,15 @@ class TestVerdict:
         assert "does not pay" not in only
         assert "attmemo does not pay" in self.embedder((1.0, False), (0.9, False))
         assert "1.40x the original model, and exact" in self.embedder((1.4, True), (1.0, False), STOCK)
+
+    def test_the_last_sentence_names_the_fastest_method_for_each_use(self) -> None:
+        embedder = {"parts": {"all": {"speed": {STOCK: 1.0, OPENVINO: 4.0, PACKED: 2.0, INT8: 3.0}}}}
+        classifier = {"parts": {"all": {"speed": {STOCK: 1.0, PACKED: 2.5, ROWS: 2.0}}}}
+        said = 'Fastest of attmemo here to embed, memoize(model, linear="int8"): 3.00x the original model'
+        assert command.verdict(embedder, None, 0.01) == f"{said}."
+        assert command.verdict(embedder, classifier, 0.01) == (
+            f"{said}; to classify, memoize(model): 2.50x the original model."
+        )
 
 
 def test_neighbours_are_those_of_the_reference() -> None:
