@@ -149,8 +149,8 @@ def memoize(
         For maps: a lookup in every layer, or one for each sequence, whose record serves all layers. Default: the tuned
         one, else ``"sequence"``.
     gate : bool
-        Leave out lookups that do not pay. Under a guard learning costs 1 % of the time, and half of what reuse saves;
-        False always tries, and verifies. For maps the performance model (Eq. 3) is asked.
+        Leave out lookups that do not pay. Under a guard collecting evidence costs 1 % of the time, and half of what
+        reuse saves; False always tries, and verifies. For maps the performance model (Eq. 3) is asked.
     fetch : {"auto", "direct", "map", "view", "copy"}
         How maps are read from the arena; results are the same but for the order of sums.
     residency : {"page-cache", "hugepages"}

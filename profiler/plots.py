@@ -62,7 +62,7 @@ class Panel(NamedTuple):
 def _draw_hit_rate(axes: Axes, result: Result) -> None:
     layers = result["layers"]
     places, ceiling = numbers(layers, "layer"), numbers(layers, "exhaustive_hit_rate")
-    axes.bar(places, numbers(layers, "hit_rate"), 0.7, color=BLUE, label="served")
+    axes.bar(places, numbers(layers, "hit_rate"), 0.7, color=BLUE, label="reused")
     if not all(map(math.isnan, ceiling)):
         ends = [place - 0.42 for place in places], [place + 0.42 for place in places]
         axes.hlines(ceiling, *ends, color=ORANGE, linewidth=2, label="ceiling: exhaustive search")
@@ -132,7 +132,7 @@ _COSINES: Final[Lines] = {"cosine_mean": ("mean", GREEN, "^-"), "cosine_p1": ("l
 _PARTS: Final = {
     "exact": ("", GREY), "lookup": ("lookup", ORANGE), "fetch_and_av": ("V, fetch and A·V", GREEN),
     "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "plan": ("plan of rows", PURPLE),
-    "fetch": ("fetch of rows", GREEN), "blocks": ("blocks, rows computed", BLUE),
+    "fetch": ("fetch of rows", GREEN), "blocks": ("blocks, tokens recomputed", BLUE),
     "other": ("the rest of the model", "#b4c1c9"),
 }  # fmt: skip
 

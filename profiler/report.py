@@ -21,7 +21,7 @@ def _render_page(result: Result, headline: str) -> bytes:
     threshold = result.get("threshold")
     tiles = {
         "speed-up": show(time.get("speedup"), TIMES),
-        "rows computed": show(result.get("share_computed"), PERCENT),
+        "tokens recomputed": show(result.get("share_computed"), PERCENT),
         "hit rate": show(result.get("hit_rate"), PERCENT),
         "same answer": show(quality.get("agreement"), PERCENT),
         "cosine, mean": show(quality.get("cosine_mean"), FOUR),

@@ -20,7 +20,7 @@ PERCENT, HUNDREDTHS, BYTES, TIMES, _MS, FOUR = "%", "% to hundredths", "bytes", 
 _COLUMNS: Final = {
     "layer": ("layer", "{}"), "name": ("method", "{}"), "threshold": ("threshold", "{:.4g}"),
     "queries": ("queries", "{:,}"), "hits": ("hits", "{:,}"), "hit_rate": ("hit rate", PERCENT),
-    "share_computed": ("rows computed", PERCENT),
+    "share_computed": ("tokens recomputed", PERCENT),
     "exhaustive_hit_rate": ("ceiling", PERCENT), "speedup": ("speed-up", TIMES),
     "speedup_packed": ("speed-up on packed", TIMES),
     "agreement": ("same answer", PERCENT), "changed": ("changed answers", PERCENT),

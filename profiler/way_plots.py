@@ -134,11 +134,11 @@ def draw_table(found: Mapping[str, Any]) -> bytes:
             axes.barh([title_of(cell) for cell in cells], speeds, 0.7, color=colors)
             for place, cell in enumerate(cells):
                 text = f"{cell['speed']:.2f}, {100 * cell['quality']['changed']:.1f} % changed"
-                under = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the line of stock goes on behind
+                under = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the original's line goes on behind
                 axes.text(cell["speed"] + 0.01 * max(speeds), place, text, va="center", fontsize=7, bbox=under)
             axes.axvline(1.0, color=GREY, linestyle="--", linewidth=1)
             axes.set_xlim(0.0, 1.45 * max(speeds))
-            axes.set_xlabel("speed, stock = 1")
+            axes.set_xlabel("speed, original model = 1")
             axes.set_title(f"batches of {size}")
         stream, model = found["stream"], found["model"]
         figure.suptitle(

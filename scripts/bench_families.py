@@ -37,17 +37,17 @@ OF_A_CASE = {"dtype", "storage_dtype", "batch_size", "max_length", "records", "a
 HEAD = """# Speed by family, {layers} layers
 
 This page has one table of speeds and one table of costs, for one forward of a random model of base width (768, 12
-heads, {layers} layers). Each speed is the exact time divided by the time with every sequence served from a database,
+heads, {layers} layers). Each speed is the exact time divided by the time with every sequence reused from a database,
 with one lookup a forward.
 
 * In brackets: the ceiling, the hit path on maps that are already in contiguous memory, without lookup and fetch.
-  Serving can be faster than that, because maps are stored in half precision, and those of decoders as lower
+  Reuse can be faster than that, because maps are stored in half precision, and those of decoders as lower
   triangles.
 * The lookup is divided among the layers. With two layers it weighs six times as much as with twelve, above all at
   batch 1.
 * Columns are tokens x batch; empty cells were not measured.
 * The exact path is the family's best: fused attention (sdpa) where it exists.
-* Below 1 (above all bfloat16 at one short sequence) serving costs more than it saves. The gate leaves such calls
+* Below 1 (above all bfloat16 at one short sequence) reuse costs more than it saves. The gate leaves such calls
   alone; it is switched off in this measurement.
 
 `scripts/bench_families.py` makes this page.
@@ -162,7 +162,7 @@ def draw_families(result: Mapping[str, Any]) -> bytes:
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
         figure = Figure(figsize=(15.5, 0.9 + 2.9 * lines), dpi=130, layout=layout)
         heading = (
-            f"Time of an exact forward over that of one with every sequence served ({where['layers']} layers of width "
+            f"Time of an exact forward over that of one with every sequence reused ({where['layers']} layers of width "
             f"{where['hidden']}): filled as measured, outlined without lookup and fetch"
         )
         figure.suptitle(heading, fontsize=12, x=0.01, ha="left")

@@ -1,4 +1,4 @@
-"""Time stock generation beside each step of fastseq, in one run, and write docs/fastseq-bench.{json,md}.
+"""Time the original generation beside each step of fastseq, in one run, and write docs/fastseq-bench.{json,md}.
 
 python scripts/bench_fastseq.py --shape bart-large --length 1024 128 --new 100 --beams 4 --batch 4
 python scripts/bench_fastseq.py --shape tiny --length 32 --new 8          # a smoke test: seconds
@@ -12,15 +12,15 @@ own.
 Rungs, each with what is before it: `stock`; `shared` (cross-attention cache or prompt kept once a sample); `+ngram`
 (the kernel that blocks n-grams); `+pipeline` (`attmemo.fastseq.Pipeline` on what `wrap` chooses by itself, as users
 get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, EL-Attention whether it pays or not,
-`no cache`, stock with `use_cache=False`, and `ctranslate2`, which needs that package.
+`no cache`, the original with `use_cache=False`, and `ctranslate2`, which needs that package.
 
 python scripts/bench_fastseq.py --types --shape bart-large --length 128 --new 32 --rounds 2
 
-`--types` measures types instead, docs/fastseq-types.{json,md}: stock and `fastseq.accelerate` in float32, bfloat16 and
-8 bits, and CTranslate2 in those that it has for such a processor; with `--only` also what `wrap` gives; for Qwen3's
-shape also llama.cpp and OpenVINO (`--beams 1`), which want the packages `gguf` and `llama-cpp-python`, and `openvino`
-and `optimum-intel`. Each runs in a process of its own, in turns: greedy with one line, and beams with `--batch` lines,
-each once with one line for a few tokens, and then whole, which counts.
+`--types` measures types instead, docs/fastseq-types.{json,md}: the original and `fastseq.accelerate` in float32,
+bfloat16 and 8 bits, and CTranslate2 in those that it has for such a processor; with `--only` also what `wrap` gives;
+for Qwen3's shape also llama.cpp and OpenVINO (`--beams 1`), which want the packages `gguf` and `llama-cpp-python`,
+and `openvino` and `optimum-intel`. Each runs in a process of its own, in turns: greedy with one line, and beams
+with `--batch` lines, each once with one line for a few tokens, and then whole, which counts.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class Bench:
 
         texts: list[str] = []
         kept = loop.swap_ngram_processors
-        if not swap:  # this rung still has stock's n-gram processor
+        if not swap:  # this rung still has the original n-gram processor
             loop.swap_ngram_processors = lambda processors, in_place: 0
         try:
             for first in range(0, len(self.lines), self.batch):
@@ -506,6 +506,11 @@ def made_of() -> dict[str, Any]:
     return measured_at() | {name: found.get(package) for name, package in packages.items()}
 
 
+def shown(name: str) -> str:
+    """What the pages call a type or a rung."""
+    return name.replace("stock", "original")
+
+
 ROUNDED: Final = ("bfloat16", "int8", "bfloat16, int8")
 
 
@@ -513,7 +518,7 @@ def summary_of_types(rows: list[dict[str, Any]]) -> list[str]:
     """Float32 against float32, and the fastest type against the fastest of each peer, in CPU seconds."""
     lines = [
         "| shape | source | new | beams | texts | float32 over CTranslate2's | fastest type "
-        "| over CTranslate2's fastest | over llama.cpp | over OpenVINO | over stock float32 |",
+        "| over CTranslate2's fastest | over llama.cpp | over OpenVINO | over original float32 |",
         "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -561,7 +566,7 @@ def table_of_types(record: dict[str, Any]) -> str:
             f"{row['transformers']}, CTranslate2 {row['ctranslate2']}, {row['date']}, commit {row['commit']}, "
             f"{row['rounds_each']} rounds, load {row['load'][0]:.1f} to {row['load'][1]:.1f}",
             "",
-            f"| type | CPU seconds | over {base} | seconds | equal texts | CPU ms a token | floor, ms |",
+            f"| type | CPU seconds | over {shown(base)} | seconds | equal texts | CPU ms a token | floor, ms |",
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for name, seconds in row["cpu_seconds"].items():
@@ -570,7 +575,7 @@ def table_of_types(record: dict[str, Any]) -> str:
             if floor and float(floor) > seconds / row["new"] * 1e3:  # others read from memory meanwhile
                 floor = ""
             lines.append(
-                f"| {name} | {seconds:.2f} | {first / seconds:.2f}x | {row['seconds'][name]:.2f} "
+                f"| {shown(name)} | {seconds:.2f} | {first / seconds:.2f}x | {row['seconds'][name]:.2f} "
                 f"| {row['same'][name]} of {row['batch']} | {seconds / row['new'] * 1e3:.1f} | {floor} |"
             )
     lines += table_of_quality(record.get("quality")) + table_of_partings(record.get("bfloat16", []))
@@ -589,7 +594,7 @@ def table_of_quality(quality: dict[str, Any] | None) -> list[str]:
         f"torch {facts['torch']}, transformers {facts['transformers']}, {facts.get('date')}, commit "
         f"{facts.get('commit')}. A BART of width 96, trained for "
         f"{quality['steps']:,} steps, restores sentences;\nstories260K, a Llama of width 64, goes on with beginnings. "
-        "ROUGE (F-measure) and BLEU: against the sentences, and against the\ntexts of stock float32.",
+        "ROUGE (F-measure) and BLEU: against the sentences, and against the\ntexts of original float32.",
         "",
         "| task | search | type | equal to float32 | ROUGE-1 | ROUGE-2 | ROUGE-L | BLEU |",
         "|---|---|---|---:|---:|---:|---:|---:|",
@@ -597,7 +602,7 @@ def table_of_quality(quality: dict[str, Any] | None) -> list[str]:
     for row in quality["rows"]:
         scores = " | ".join(f"{row['scores'][name]:.2f}" for name in ("rouge1", "rouge2", "rougeL", "bleu"))
         lines.append(
-            f"| {row['task']} | {row['search']} | {row['type']} | {row['equal']} of {row['lines']} | {scores} |"
+            f"| {row['task']} | {row['search']} | {shown(row['type'])} | {row['equal']} of {row['lines']} | {scores} |"
         )
     return lines
 
@@ -655,8 +660,8 @@ def table(record: dict[str, Any]) -> str:
         "If the load is above the number of threads, the machine was busy with other work. Then CPU seconds say more "
         "than seconds.",
         "",
-        "| shape | N | new | beam | batch | lines | rounds | load | rung | seconds | against stock "
-        "| with loading | CPU seconds | against stock | same text |",
+        "| shape | N | new | beam | batch | lines | rounds | load | rung | seconds | over the original "
+        "| with loading | CPU seconds | over the original | same text |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
@@ -666,18 +671,19 @@ def table(record: dict[str, Any]) -> str:
             lines.append(
                 f"| {row['shape']} | {row['length']} | {row['new']} | {row['beams']} | {row['batch']} "
                 f"| {row['lines']} | {len(row['rounds'][rung])} "
-                f"| {row['load'][0]:.0f} to {row['load'][1]:.0f} | {rung} "
+                f"| {row['load'][0]:.0f} to {row['load'][1]:.0f} | {shown(rung)} "
                 f"| {seconds:.2f} | {row['ratio'][rung]:.2f}x | {loaded[first] / loaded[rung]:.2f}x "
                 f"| {row['cpu_seconds'][rung]:.1f} | {row['cpu_seconds'][first] / row['cpu_seconds'][rung]:.2f}x "
                 f"| {'yes' if row['same_text'][rung] else 'no'} |"
             )
     lines += [
         "",
-        "Cached states in MiB. Stock's number is the formula, 2LDs(BMN + BMt). The other numbers were read from the "
-        "tensors and\nequal their formulas to the byte: 2LDs(BN + BMt) shared, BNDs in the place of 2LDsBN with "
-        "EL-attention.",
+        "Cached states in MiB. The original's number is the formula, 2LDs(BMN + BMt). The other numbers were read "
+        "from the\ntensors and equal their formulas to the byte: 2LDs(BN + BMt) shared, BNDs in the place of 2LDsBN "
+        "with EL-attention.",
         "",
-        "| shape | N | new | beam | batch | stock | shared | stock / shared | EL | source alone, stock / EL |",
+        "| shape | N | new | beam | batch | original | shared | original / shared | EL "
+        "| source alone, original / EL |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:

@@ -97,7 +97,7 @@ def draw(curves: dict[str, list[float]]) -> bytes:
             axes.plot(curves[f"{name}, {kind}"], label=kind)
         axes.set(title=name, ylim=(0, 1.6), xlabel="lines so far")
         if place == 1:
-            axes.set_ylabel("rows computed, share of all")
+            axes.set_ylabel("tokens recomputed, share of all")
             axes.legend()
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=120)

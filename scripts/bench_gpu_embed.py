@@ -2,7 +2,7 @@
 
     python scripts/bench_gpu_embed.py ../shared docs/gpu-embed.json
 
-The stock model in float16 with SDPA; lines of OpenSSH, sorted by length, pooled and copied back. From tokens: token
+The original model in float16 with SDPA; lines of OpenSSH, sorted by length, pooled and copied back. From tokens: token
 ids in the host's memory. From text: the tokenizer comes first, in its own threads, and nothing overlaps. Medians.
 """
 

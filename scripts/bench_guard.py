@@ -521,7 +521,7 @@ def cases(shared: Path) -> Iterator[tuple[str, Any]]:
 def table(out: Path) -> str:
     """What the files of OUT say, in Markdown."""
     rows = [
-        "| stream | | lines | served | second half | changed | worst log | rows computed |",
+        "| stream | | lines | reused | second half | changed | worst log | tokens recomputed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case in ("lines", "seed 1", "seed 2", "near", "windows", "embeddings"):

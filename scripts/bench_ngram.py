@@ -1,10 +1,10 @@
-"""The time of blocking repeated n-grams in one generated batch: FastSeq's Table 3, against today's stock.
+"""The time of blocking repeated n-grams in one generated batch: FastSeq's Table 3, against today's original.
 
     python scripts/bench_ngram.py --output docs/ngram
 
 FastSeq (arXiv 2106.04718, Table 3) compares with the Python loops that transformers had until 5.14. Those are gone:
 5.15 and later make a mask with torch. The loop is timed here only to show the paper's comparison; the ratio to the
-stock of today counts. For n-grams of the source stock still loops.
+original of today counts. For n-grams of the source it still loops.
 
 A row is the sum over all steps of one batch. All ways do each step in turn, on the same scores, so that changes of the
 machine's speed hit all. The batch is repeated, and the median of its sums is taken. Writes OUTPUT.json and .png.
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
 
 
 def loop(size: int) -> Way:
-    """The processor as it was until 5.14, of two helpers that stock still has."""
+    """The processor as it was until 5.14, of two helpers that the original still has."""
 
     def block(tokens: Tensor, scores: Tensor) -> Tensor:
         result = scores.clone()
@@ -113,10 +113,15 @@ def measure(name: str, repeats: int, device: str = "cpu") -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _shown(way: str) -> str:
+    return "original" if way == STOCK else way
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The results in Markdown."""
     columns = [LOOP, STOCK, COPY, KERNEL]
-    lines = ["| one batch, ms | " + " | ".join(columns) + " | stock / in place |", "|---" * (len(columns) + 2) + "|"]
+    head = "| one batch, ms | " + " | ".join(map(_shown, columns)) + " | original / in place |"
+    lines = [head, "|---" * (len(columns) + 2) + "|"]
     for name, result in results.items():
         cells = [
             f"{result['milliseconds'][way]['median']:,.2f}" if way in result["milliseconds"] else "–"
@@ -134,7 +139,7 @@ def draw(results: dict[str, dict[str, Any]], file: Path, device: str) -> None:
     for number, way in enumerate(colors):
         places = [place + 0.2 * number for place, r in enumerate(results.values()) if way in r["milliseconds"]]
         values = [r["milliseconds"][way]["median"] for r in results.values() if way in r["milliseconds"]]
-        axes.barh(places, values, 0.2, color=colors[way], label=way)
+        axes.barh(places, values, 0.2, color=colors[way], label=_shown(way))
     axes.set_yticks([place + 0.3 for place in range(len(results))], list(results))
     axes.invert_yaxis()
     axes.set_xscale("log")

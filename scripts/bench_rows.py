@@ -284,8 +284,9 @@ def quality(seen: Tensor, exact: Tensor) -> dict[str, float]:
 def summary(folder: Path) -> str:
     """All results of a folder as one table: milliseconds a request, and packed blocks and rows over the others."""
     lines = [
-        "| case | stock | torch.compile | OpenVINO | OpenVINO int8 | packed | rows (share computed) | packed / stock, "
-        "/ best exact | rows / stock, / best peer | cosine of rows, mean, 1st percentile (OpenVINO int8) |",
+        "| case | original model | torch.compile | OpenVINO | OpenVINO int8 | packed | rows (share computed) "
+        "| packed / original, / best exact | rows / original, / best peer "
+        "| cosine of rows, mean, 1st percentile (OpenVINO int8) |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for file in sorted(folder.glob("*.json")):
@@ -385,7 +386,7 @@ def draw(points: Sequence[dict[str, float]]) -> bytes:
             chosen = [p for p in points if p["length"] == length]
             label = f"8 sequences of {length} tokens"
             axes.plot([p["share"] for p in chosen], [p["speed"] for p in chosen], style, color=color, label=label)
-        axes.set_xlabel("share of rows computed")
+        axes.set_xlabel("share of tokens recomputed")
         axes.set_ylabel("speed, packed blocks = 1; higher is better")
         axes.set_ylim(0, 8)
         axes.set_title("Reuse of rows, BERT-base shape, lookup and fetch included")

@@ -348,11 +348,12 @@ def tables(result: dict[str, Any]) -> str:
 def _budget(one: dict[str, Any]) -> list[str]:
     ratios = (f"{one['over exact'][part]:.2f}" for part in ("first half", "second half"))
     cells = [str(one["forms"]), f"{100 * (one['reused'] + one['repeated']) / one['forms']:.1f} %",
-             f"{one['share_computed']:.2f}", *ratios, f"{100 * one['changed']:.2f} %", str(one["state"])]  # fmt: skip
+             f"{one['share_computed']:.2f}", *ratios, f"{100 * one['changed']:.2f} %",
+             "collecting evidence" if one["state"] == "learning" else str(one["state"])]  # fmt: skip
     return [f"minilm-pii with `budget=0.01, linear=\"exact\"`, {TEXTS} forms at once, what the guard does beside "
             f"requests included (commit {one['commit']}):", "",
-            *table("forms | reused or repeated | rows computed | speed, exact = 1: first half | second half | changed "
-                   "| guard", [cells])[:-1]]  # fmt: skip
+            *table("forms | reused or repeated | tokens recomputed | speed, exact = 1: first half | second half "
+                   "| changed | guard", [cells])[:-1]]  # fmt: skip
 
 
 def _alike(one: dict[str, Any]) -> list[str]:

@@ -130,7 +130,7 @@ def draw(runs: dict[str, Any]) -> bytes:
                 axes.plot(*zip(*points, strict=True), ".", color=color, alpha=0.25)
                 axes.plot(*middles(points), "o-", color=color, label=f"{name} ({found['commit']})")
             axes.set_title(title)
-            axes.set_xlabel("share of rows computed")
+            axes.set_xlabel("share of tokens recomputed")
             axes.set_xlim(0, 1.2)
             axes.set_ylim(0, 1.6)
         figure.axes[0].set_ylabel("time, exact blocks = 1; lower is better")

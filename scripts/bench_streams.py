@@ -5,7 +5,7 @@
     python scripts/bench_streams.py ../shared docs/streams.json --draw           # only the plot, beside the JSON
     python scripts/bench_streams.py ../shared streams.json --dtype float32       # the model's precision
 
-The first lines of each log, in order of time, nothing stored at first, MiniLM: stock, exact packed, rows
+The first lines of each log, in order of time, nothing stored at first, MiniLM: original, exact packed, rows
 with the guard, a cache of exact duplicates, and OpenVINO and ONNX Runtime where they are installed. The ways take
 turns on the same batches (`attmemo.profiler.race`), and every answer is compared with the exact one.
 """
@@ -100,14 +100,14 @@ def draw(streams: dict[str, Any]) -> bytes:
             for place, height in zip(places, heights, strict=True):
                 if not np.isnan(height):
                     axes.text(place, height + 0.02, f"{height:.2f}", ha="center", fontsize=7.5)
-        axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1, label=f"{STOCK} model")
+        axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1, label="original model")
         texts = []
         for name in names:
             found = streams[name]
             changed = 100 * found["parts"]["all"]["changed"][ROWS]
             texts.append(f"{name}\nanswers changed: {changed:.2f} %\nthe guard at the end: {found['guard']['state']}")
         axes.set_xticks(range(len(names)), texts)
-        axes.set_ylabel("speed, stock = 1")
+        axes.set_ylabel("speed, original model = 1")
         first = streams[names[0]]
         lines, threads = first["parts"]["all"]["texts"], first["conditions"]["threads"]
         axes.set_title(
@@ -120,7 +120,7 @@ def draw(streams: dict[str, Any]) -> bytes:
 def table(streams: dict[str, Any]) -> str:
     """The same numbers in Markdown."""
     lines = [
-        f"| {STOCK} = 1 | {OPENVINO} | {ONNX} | {PACKED} | {CACHE} | rows, all lines | rows, {LATE} | changed |",
+        f"| original = 1 | {OPENVINO} | {ONNX} | {PACKED} | {CACHE} | rows, all lines | rows, {LATE} | changed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in (name for name in STREAMS if name in streams):

@@ -294,6 +294,12 @@ def _failures(runs: Iterable[Run]) -> str:
     return "\n".join(["## What failed or was left out\n", *(lines or ["Nothing."])]) + "\n"
 
 
+def _state(cell: Mapping[str, Any]) -> str:
+    """The guard's state, in the glossary's words."""
+    state = str(cell["counts"].get("guard", {}).get("state", "–"))
+    return "collecting evidence" if state == "learning" else state
+
+
 def _conditions(runs: list[Run]) -> str:
     """Machine, versions, and what each pair was measured on."""
     machines: dict[str, int] = defaultdict(int)
@@ -303,7 +309,7 @@ def _conditions(runs: list[Run]) -> str:
     lines = ["## Conditions\n", *(f"* {counted(count, 'run')}: {one}" for one, count in machines.items())]
     lines += [
         "", "*Other work*: the share of all processors that other programs took while cells were measured. "
-        "*Guard*: its state at the end, with the largest batches; while it learns, it serves little.", "",
+        "*Guard*: its state at the end, with the largest batches; while it collects evidence, it reuses little.", "",
     ]  # fmt: skip
     rows = []
     for run in runs:
@@ -312,7 +318,7 @@ def _conditions(runs: list[Run]) -> str:
             f"{run['model']['name']}, {run['model']['dtype']}, {stream['name']}",
             f"{stream['texts']:,}, {stream['asked_of_all']:,}", f"{stream['tokens_mean']:.0f}",
             f"{100 * stream['duplicates']:.0f} %", f"{100 * _others(run):.0f} %",
-            reused["counts"].get("guard", {}).get("state", "–") if reused else "–",
+            _state(reused) if reused else "–",
         ))  # fmt: skip
     head = "model, type, stream | texts, answered by all | tokens, mean | duplicates | other work | guard"
     return "\n".join([*lines, *table(head, rows)])

@@ -221,7 +221,7 @@ def page(output: Path) -> None:
     files = {name: output / f"{name}.json" for name in CASES}
     found = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     write_record(output / "maps.json", found)
-    print("| data | threshold | calls served (exhaustive search) | speed | answers |")
+    print("| data | threshold | calls reused (exhaustive search) | speed | answers |")
     print("|---|---|---|---|---|")
     for name, case in found.items():
         print(rows(name, case))

@@ -3,7 +3,7 @@
     python scripts/study_drift.py SHARED OUT.json [LOG…]
 
 The first 300 lines of each log go through MiniLM one by one, in order of time, nothing stored at first, without a
-guard, `threshold=.4`. Embeddings are means of the last hidden states. Every reused embedding is compared with the
+guard, `threshold=0.4`. Embeddings are means of the last hidden states. Every reused embedding is compared with the
 exact one, for several shares of the drift; nothing is timed.
 """
 

@@ -67,7 +67,7 @@ def forget(
 ) -> None:  # fmt: skip
     """Take records out of a database of rows, and of its namespaces.
 
-    None of their bytes is left in the folder. What guards have learned there is removed too, so they learn again; and
+    None of their bytes is left in the folder. The guards' evidence there is removed too, so it is collected again; and
     what was set aside as damaged, which may hold the same. If no record is meant, nothing is changed.
     """
     if not text and before is None and namespace is None:

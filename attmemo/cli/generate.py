@@ -204,6 +204,6 @@ def _say(out: Output, destination: Path, found: dict[str, Any]) -> None:
     if found["truncated"]:
         out.say(f"  {counted(found['truncated'], 'text')} cut to what the model takes; --no-truncation refuses them.")
     for reason, count in found.get("fastseq_stats", {}).get("stock_reasons", {}).items():
-        out.say(f"  {counted(count, 'batch', 'batches')} took the stock path: {reason}.")
+        out.say(f"  {counted(count, 'batch', 'batches')} took the original path: {reason}.")
     if found["halvings"]:
         out.say(f"  Memory ran out and the batch was halved {found['halvings']:,} times.")

@@ -113,7 +113,7 @@ CHOICES: tuple[Choice, ...] = (
     _option("window", int, 512, "Lines that are sorted by length together, so that little is padded.", to="window",
             min=1),
     _option("buckets", bool, True, "Sort lines by length; else batches are of neighbours.", to="buckets"),
-    _flag("without_fastseq_opt", "Generate as stock transformers does, for comparison."),
+    _flag("without_fastseq_opt", "Generate as transformers alone does, for comparison."),
     _option("attention", Literal["auto", "shared", "el"], "auto", "How the fast path keeps the states of a text: keys "
             "and values once for all beams, or one hidden state for all layers (smaller, more arithmetic). auto: as "
             "the model and the machine want it."),

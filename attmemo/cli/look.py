@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attmemo.db.database import Finding
 
 _BINS, _BAR = 8, 32
-UNSERVED = "nothing must be done, they are not served; remove the folder to begin anew"
+UNSERVED = "nothing must be done, they are not used; remove the folder to begin anew"
 
 
 Plot = Annotated[Path | None, typer.Option(
@@ -132,7 +132,7 @@ def _guards(database: Path) -> list[dict[str, Any]]:
 
 
 def _hit_rates(profile: dict[str, Any], tuning: dict[str, Any] | None, layers: int) -> dict[str, Any]:
-    """Share of held-out texts that would be served, by layer and token length, at the tuned thresholds or at 0.9."""
+    """Share of held-out texts that would be reused, by layer and token length, at the tuned thresholds or at 0.9."""
     from attmemo.perfmodel.profile import Profile
 
     found = Profile.from_dict(profile)
@@ -244,9 +244,9 @@ def _show(out: Output, found: dict[str, Any]) -> None:
         show_layers(out, embedder["layers"])
     rates = found["hit_rates"]
     if rates and rates["held_out"]:
-        title = f"Held-out texts that would be served, of {rates['held_out']} (by length: --json)"
+        title = f"Held-out texts that would be reused, of {rates['held_out']} (by length: --json)"
         layers = enumerate(zip(rates["thresholds"], rates["by_layer"], strict=True))
         lines = [(cell(n), f"{t:.3f}", f"{100 * served:.0f} %") for n, (t, served) in layers]
-        out.table(title, ("layer", "threshold", "served"), lines)
+        out.table(title, ("layer", "threshold", "reused"), lines)
     if found["tuning"]:
         show_tuning(out, found["tuning"])

@@ -35,7 +35,7 @@ def tune(
 ) -> None:  # fmt: skip
     """Choose the threshold for a budget.
 
-    Finds the one that serves most from memory while no more answers change than the budget allows. The texts should be
+    Finds the one that reuses most while no more answers change than the budget allows. The texts should be
     like those that will be served. A file that was added to the database after the training is judged in the order of
     time: each text with the records of the texts before it. Other texts that are in the database are left out. The
     choice is stored in the database: `attmemo evaluate` and attmemo.memoize(model, database=DB) use it as threshold
@@ -48,7 +48,8 @@ def tune(
     with output(json, quiet, "interrupted; the database is as it was") as out:
         from attmemo.profiler import tune as tuner
 
-        check_prepared(db, "tune is for maps", f"nothing: a guard learns by itself; attmemo inspect {db} says how far")
+        following = f"nothing: a guard collects evidence by itself; attmemo inspect {db} says how far"
+        check_prepared(db, "tune is for maps", following)
         chosen = options.choose(tuner.TuneOptions, values)
         tuning = tuner.tune(db, [*data, *(more or ())], chosen, out.stages)
         show_tuning(out, tuning)
@@ -69,7 +70,7 @@ def show_tuning(out: Output, tuning: dict[str, Any]) -> None:
     """What was chosen, in the tuner's own sentence and by layer."""
     out.say(str(tuning["sentence"]))
     served = [f"{t:.3f}" if t < 1.0 else "exact" for t in map(float, tuning["thresholds"])]
-    title = f"Thresholds by layer, lookup per {tuning['lookup']} (exact: the layer is never served)"
+    title = f"Thresholds by layer, lookup per {tuning['lookup']} (exact: the layer is never reused)"
     out.table(title, [str(layer) for layer in range(len(served))], [served])
 
 
@@ -81,7 +82,7 @@ def evaluate(
     )] = None,
     threshold: Annotated[Any, typer.Option(
         metavar="T", parser=options.parse_threshold,
-        help="Similarity that a record must have to serve, 0 to 1; one for all layers, or one for each separated "
+        help="Similarity that a record must have to be reused, 0 to 1; one for all layers, or one for each separated "
         "by commas. Rows: share of its tokens that a record must supply to a text. auto: what attmemo tune chose; "
         "0.5 for rows.",
     )] = "auto",

@@ -1,4 +1,4 @@
-"""`attmemo bench peers`: every way to the same answers, on the user's own model and texts."""
+"""`attmemo bench peers`: every method for the same answers, on the user's own model and texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @app.callback()
 def bench() -> None:
-    """Time every way to the answers of a model."""
+    """Time every method for the answers of a model."""
 
 
 def parse_batch(text: str) -> tuple[int, ...]:
@@ -71,9 +71,9 @@ def peers(
     )] = None,
     quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
-    """Time every way to the same answers, on your model and texts.
+    """Time every method for the same answers, on your model and texts.
 
-    The original model (stock), other runtimes where they are installed, attmemo, and a cache of exact duplicates:
+    The original model, other runtimes where they are installed, attmemo, and a cache of exact duplicates:
     time, quality, memory and set-up in one run. Takes minutes. The first fifth of the texts prepares 8-bit forms; all
     others are asked.
 

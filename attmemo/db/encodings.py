@@ -2,9 +2,9 @@
 
 The 8-bit form stores ``q = round(top * cbrt(p / max(row)))`` and reads ``p = q^3 / sum(q^3)``: the root spends its
 steps on small entries, where most are, and rows sum to one by construction. Each row takes the `top` of 255 to 248
-that loses least. Mean similarity of a map to its 8-bit form, over real maps of six logs: .9980 to .9985 (with 255 for
-all rows .9977 to .9981; square root .9971 to .9985, fourth root .9976 to .9982, linear with a scale per row .987 to
-.996). A causal map is zero above its diagonal; only the lower triangle is stored, row after row.
+that loses least. Mean similarity of a map to its 8-bit form, over real maps of six logs: 0.9980 to 0.9985 (with 255
+for all rows 0.9977 to 0.9981; square root 0.9971 to 0.9985, fourth root 0.9976 to 0.9982, linear with a scale per row
+0.987 to 0.996). A causal map is zero above its diagonal; only the lower triangle is stored, row after row.
 """
 
 from __future__ import annotations

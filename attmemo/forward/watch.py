@@ -2,7 +2,7 @@
 
 A forward asks where weights lie, how often they were written, and for one number of each. Weights that lie elsewhere
 may be the same (`Tensor.share_memory_`, a pool of processes, a type that was left and taken again). Then all are read
-once, and compared with a checksum of what they were at `memoize`: to take it reads each weight once more, about .1
+once, and compared with a checksum of what they were at `memoize`: to take it reads each weight once more, about 0.1
 seconds for a gigabyte, and costs a forward nothing.
 """
 

@@ -52,7 +52,7 @@ RARELY: Final = 1 / 16
 """Share of the forwards that are learned from then."""
 TRIED: Final = 4
 """Records of a sequence that are looked at, the one with the fewest rows to compute first, until all that changed is
-known. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serves .02 of the lines less."""
+known. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serves 0.02 of the lines less."""
 
 EQUAL_ONLY: Final = "; labels are about attacks: only equal inputs are reused, similar ones with reuse='rows' alone"
 

@@ -47,7 +47,7 @@ class Keeper:
         with suppress(OSError):  # the first sync tells
             place = self._ledger.set_aside()
             if place is not None:
-                _LOG.warning("attmemo: %s is damaged. It is set aside as %s, and the guard learns again",
+                _LOG.warning("attmemo: %s is damaged. It is set aside as %s, and the guard collects evidence again",
                              self._ledger.path, place.name)  # fmt: skip
 
     def sync(self) -> None:
@@ -57,7 +57,7 @@ class Keeper:
         except OSError as error:
             if not self._told:
                 self._told = True
-                _LOG.warning("attmemo: what the guard learns is not kept: %s cannot be written: %s",
+                _LOG.warning("attmemo: the guard's evidence is not kept: %s cannot be written: %s",
                              self._ledger.path, error)  # fmt: skip
 
     def sync_if_dirty(self) -> None:

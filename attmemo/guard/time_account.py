@@ -29,8 +29,8 @@ OVERHEAD: Final = 0.15
 """Share of a forward that reuse takes itself, about. Where records could supply no more, nothing is learned."""
 WORTH: Final = 0.45
 """Share of a forward beyond `OVERHEAD` that records could supply from which on learning is lent something: the records
-and samples of a proof take as long as some hundred requests. Lines of logs are worth .3 to .7, pairs and forms .1 to
-.2, free text nothing."""
+and samples of a proof take as long as some hundred requests. Lines of logs are worth 0.3 to 0.7, pairs and forms 0.1
+to 0.2, free text nothing."""
 SEED: Final = 128.0
 """Requests without reuse whose time is lent first: a quarter of what a proof takes."""
 PAYS_BACK: Final = 768.0

@@ -56,7 +56,7 @@ UNGUARDED: Final = (
 )
 NO_TOKENIZER: Final = (
     "no tokenizer was found, so numbers and words cannot be told apart: only the very changes that were verified are "
-    "served. Give memoize(…, tokenizer=…)"
+    "reused. Give memoize(…, tokenizer=…)"
 )
 
 VECTORS: Final = "vectors", "mean", "neighbours"

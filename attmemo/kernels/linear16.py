@@ -12,7 +12,7 @@ oneDNN, which torch calls, uses one core only for some sizes. The four layers of
 other, on two cores, how many times as fast as `attmemo.kernels.linear.Linear`:
 
     rows            16     64    128    300    512   1024   4096
-    width 384      1.3    1.1    .92    1.6    1.4    1.1    .98
+    width 384      1.3    1.1   0.92    1.6    1.4    1.1   0.98
     width 768      1.2    1.1    1.0    1.2    1.6    1.6    1.2
 
 WITHOUT A MATRIX UNIT the limit is arithmetic: rows are read where they lie, twelve of them and 32 columns of sums stay

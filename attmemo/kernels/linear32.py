@@ -5,8 +5,8 @@ kernel does, and is far from the second. The four layers of a block of width 384
 two cores with AVX-512, how many times as fast as `attmemo.kernels.linear.Linear`:
 
     rows                1     16     32     64     96    192    400   1536
-    one thread        2.0    1.4    1.3    1.1    1.1    .95    1.0    1.0
-    two threads       2.3    1.7    1.3    1.2    1.2    1.1    1.0    .95
+    one thread        2.0    1.4    1.3    1.1    1.1   0.95    1.0    1.0
+    two threads       2.3    1.7    1.3    1.2    1.2    1.1    1.0   0.95
 
 Reused rows leave few rows to compute, and a single request has few: both are on the left.
 

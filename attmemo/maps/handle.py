@@ -27,7 +27,7 @@ Threshold = float | Sequence[float] | Literal["auto"]
 
 
 class MapMemoization(Memoization):
-    """The handle of a model that is served from stored maps.
+    """The handle of a model that reuses stored maps.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class MapMemoization(Memoization):
         Returns
         -------
         dict
-            ``hit_rate``: share of attention calls served, Eq. 2 of arXiv 2301.09262 (sequences times layers,
+            ``hit_rate``: share of attention calls reused, Eq. 2 of arXiv 2301.09262 (sequences times layers,
             ineligible ones included).
             ``layers``: for each layer ``sequences`` (seen), ``queries`` (looked up), ``hits``, ``declined`` (near
             enough, but too few in their batch to pay), ``mean_predicted_similarity`` of the hits, ``ms_spent``

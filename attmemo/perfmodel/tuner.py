@@ -90,11 +90,11 @@ class Choice:
             )
         name = self.candidate.name
         if self.growth > 1.0:
-            counted += f", while the database grew; as it is now it serves {self.growth:.4g} times as many"
+            counted += f", while the database grew; as it is now it reuses {self.growth:.4g} times as many"
         if self.certified:
-            benefit = f"{percent(self.served)} of the attention calls are served from memory"
+            benefit = f"{percent(self.served)} of the attention calls reuse a stored map"
             if self.served == 0.0:
-                benefit = "but it serves nothing, and nothing that serves could be certified"
+                benefit = "but it reuses nothing, and nothing that reuses could be certified"
             return (
                 f"{name[:1].upper()}{name[1:]} keeps the budget: {counted}, so with {confidence} at most {bound} of "
                 f"answers change on data like this (budget {budget}); {benefit}."

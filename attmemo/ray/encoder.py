@@ -77,7 +77,7 @@ class Encoder:
 
     Notes
     -----
-    With a budget, what is served depends on what was verified before: two runs may differ by what the budget allows.
+    With a budget, what is reused depends on what was verified before: two runs may differ by what the budget allows.
     With ``budget=None, fill=False, gate=False`` the answer to a text depends on the text and the database alone, up to
     rounding.
     """

@@ -28,13 +28,13 @@ FEWEST: Final = 64  # rows there is room for at first
 DEFAULT: Final = Rule()
 ANY: Final = Demand()
 TRIED: Final = 8
-"""Nearest records that are aligned with an input. To try 16 takes twice as long and leaves .001 of the rows less."""
+"""Nearest records that are aligned with an input. To try 16 takes twice as long and leaves 0.001 of the rows less."""
 _NO_NUMBERS: Final = (-1,)
 
 GRAPH_FROM: Final = 4000
 """Records from which a graph is searched. Sketches of log lines, 256 dimensions, microseconds a line for the product
 with all records and for the graph: of 4,000 records 33 and 42 in a batch of 32, 350 and 85 alone; of 15,000 records
-150 and 80 in a batch. The graph lost less than .001 of the rows."""
+150 and 80 in a batch. The graph lost less than 0.001 of the rows."""
 BLOCK: Final = 1 << 12  # records that are added at a time: memory that was never touched costs more than the sketches
 LINKED: Final = 4  # records that go to the graph with each one added, while it is behind
 

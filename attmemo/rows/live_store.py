@@ -312,7 +312,7 @@ class GrowingRows(RowStore):
     def _entry(self, one: Offer, rest: Mapping[bytes, Entry]) -> Entry | None:
         """What is kept of an offer; None: it is not kept, which is counted. `rest`, by tokens: what waits to be added.
 
-        Sequences that are much alike are all kept: of log lines, neighbours of a batch serve .05 more than one of
+        Sequences that are much alike are all kept: of log lines, neighbours of a batch serve 0.05 more than one of
         them alone (docs/filling.md).
         """
         why = None

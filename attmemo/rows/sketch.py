@@ -2,8 +2,8 @@
 
 A vector is a sum of random ones: one for each token, and two times one for each pair of neighbours. Pairs count more
 because a token is only reused beside neighbours that are reused. On seven streams of log lines, the best of four
-records found left .015 of the rows more to compute than the best of all; .020 if pairs count half. Triples, and a
-vector of its own for each repetition of a pair, gain nothing more. 512 dimensions instead of 256: .012.
+records found left 0.015 of the rows more to compute than the best of all; 0.020 if pairs count half. Triples, and a
+vector of its own for each repetition of a pair, gain nothing more. 512 dimensions instead of 256: 0.012.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def rows(found: Found) -> str:
 
 def why(found: Found) -> str:
     return (
-        "The orders of the table are facts about the algebra, and counting confirms them. Stock generation repeats "
-        f"the first group for each beam, so that it builds {found['beams']} times what the table says."
+        "The orders of the table are facts about the algebra, and counting confirms them. The original generation "
+        f"repeats the first group for each beam, so that it builds {found['beams']} times what the table says."
     )
 
 

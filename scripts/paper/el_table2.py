@@ -55,14 +55,15 @@ def claims(found: Found) -> list[Claim]:
               judge(gpt["el"] >= 1.8)),
         Claim("the gain grows with the beams", "larger beam, more gain",
               f"BART {bart['el']:.2f}x with 4 beams, {wide['el']:.2f}x with 8", judge(wide["el"] > bart["el"])),
-        Claim("EL-attention is the fastest exact way", "no other shared cache compared",
+        Claim("EL-attention is the fastest exact method", "no other shared cache compared",
               f"keys and values shared by the beams are faster in {sum(behind)} of {len(behind)} rows (CPU)",
               judge(not any(behind)), "h times the arithmetic costs time on a CPU"),
         Claim("float16 on a GPU: 1.8x to 5.3x", "1.8x to 5.3x",
               f"{min(half):.2f}x to {max(half):.2f}x (H100, batch 32)",
-              judge(min(half) >= 1.8, max(half) >= 1.8), "the GPU waits for Python, in stock too"),
+              judge(min(half) >= 1.8, max(half) >= 1.8), "the GPU waits for Python, in the original too"),
         Claim("diverse beam search and greedy search: 1.4x to 5.3x", "1.4x to 5.3x", "beam search alone was timed",
-              "not measured", "greedy search has one beam: nothing is repeated; diverse groups run on the stock path"),
+              "not measured",
+              "greedy search has one beam: nothing is repeated; diverse groups run on the original path"),
     ]  # fmt: skip
 
 
@@ -96,13 +97,13 @@ def why(found: Found) -> str:
         "and keys and values are not kept at all. The first is the shared cache; it is as exact, and on a CPU it "
         "is faster than EL-attention in every row. EL-attention is for memory: it reads hidden states and "
         "multiplies more, which a GPU in half precision has to spare and two cores have not. An H100 is so fast that "
-        "a step of 32 texts takes the time that Python needs to launch it, in stock and here: with 128 source tokens "
-        "nothing gains there."
+        "a step of 32 texts takes the time that Python needs to launch it, in the original and here: with 128 source "
+        "tokens nothing gains there."
     )
 
 
 def draw(found: Found) -> Plot:
-    figure, (axes,) = sheet(1, "Times as fast as stock, beam search, float32", 7.0)
+    figure, (axes,) = sheet(1, "Times as fast as the original, beam search, float32", 7.0)
     groups = [f"{row['name']}\n{row['length']} + {row['new']}\n{row['beams']} beams" for row in found["rows"]]
     paper = {"bart-large": PAPER_ROWS["beam"]["BART CNN/DM"][1], "gpt2-medium": PAPER_ROWS["beam"]["GPT-2 medium"][1]}
     series = {

@@ -74,15 +74,15 @@ def rows(found: Found) -> str:
         ]
         cells += ["out of memory" if speed is None else speed for speed in PAPER_ROWS[row["batch"]]]
         lines.append(cells)
-    head = ("batch", "stock, GiB", "shared, GiB", "EL, GiB", "paper: no cache, samples/s", "cache", "EL")
+    head = ("batch", "original, GiB", "shared, GiB", "EL, GiB", "paper: no cache, samples/s", "cache", "EL")
     return table(head, lines)
 
 
 def why(found: Found) -> str:
     return (
         "Where memory ends, the formula and the paper agree. On two cores a larger batch gains little, since the "
-        "arithmetic is the limit. An H100 gains from it, and has 80 GB, which stock's states nearly fill with batch "
-        f"320 (not run); shared states took {320 / found['gpu']['shared, 320']:.1f} s where EL-attention took "
+        "arithmetic is the limit. An H100 gains from it, and has 80 GB, which the original's states nearly fill with "
+        f"batch 320 (not run); shared states took {320 / found['gpu']['shared, 320']:.1f} s where EL-attention took "
         f"{320 / found['gpu']['el, 320']:.1f} s (first runs, shared states first)."
     )
 

@@ -57,7 +57,7 @@ def _profile(run: Run) -> Found:
 
 @contextmanager
 def _clocks(model: Any) -> Iterator[dict[str, float]]:
-    """Seconds of the parts of stock generation, while inside: their functions are timed by name."""
+    """Seconds of the parts of the original generation, while inside: their functions are timed by name."""
     spent: dict[str, float] = defaultdict(float)
     deep: list[str] = []  # the cache of an encoder-decoder asks two others: count the outer call alone
 
@@ -107,7 +107,7 @@ def claims(found: Found) -> list[Claim]:
             f"{percent(around)}: cache {percent(shares['cache'])}, n-gram {percent(shares['n-gram'], 1)}, "
             "post-process "
             f"{percent(shares['post-process'], 2)}", judge(around > 0.8),
-            "stock today, on a CPU: decoding is the time",
+            "the original today, on a CPU: decoding is the time",
         ),
         Claim(
             "after the optimisations most of the time is encoding and decoding",
@@ -139,15 +139,15 @@ def rows(found: Found) -> str:
     ]  # fmt: skip
     lines.append(("all", f"{sum(found['stock'].values()):.2f}", "", f"{total:.1f}", ""))
     lines.append(("all, with fastseq", f"{found['fastseq_seconds']:.2f}", "", "", ""))
-    return table(("part", "stock here, s", "share", "paper before, s", "share of these"), lines)
+    return table(("part", "original here, s", "share", "paper before, s", "share of these"), lines)
 
 
 def why(found: Found) -> str:
     return (
         "The paper's profile is that of a GPU that waits: for Python, for copies to the CPU, for text. On a CPU "
-        "the matrix products take longer and nothing waits, and stock has learned since 2021: n-grams are blocked "
-        "with tensors, and a text is decoded by a fast tokenizer. What is left of the paper's list is the cache. "
-        "Its reordering is copying; its larger cost is hidden in decoding, because cross-attention states are "
+        "the matrix products take longer and nothing waits, and the original has learned since 2021: n-grams are "
+        "blocked with tensors, and a text is decoded by a fast tokenizer. What is left of the paper's list is the "
+        "cache. Its reordering is copying; its larger cost is hidden in decoding, because cross-attention states are "
         "computed and read once a beam."
     )
 
@@ -156,7 +156,7 @@ def draw(found: Found) -> Plot:
     figure, axes = sheet(2, "Beam search of BART-large: where the time goes", 4.8)
     shares = _shares(found)
     axes[0].barh(list(PARTS), [100 * shares[name] for name in PARTS], color="#2f6c99")
-    axes[0].set(title="here: stock, CPU", xlabel="% of the time")
+    axes[0].set(title="here: original, CPU", xlabel="% of the time")
     total = sum(PAPER_SECONDS.values())
     axes[1].barh(
         list(PARTS), [100 * PAPER_SECONDS.get(name, 0.0) / total for name in PARTS], color=PAPER,

@@ -25,7 +25,7 @@ def gpu() -> list[Found]:
 
 
 def speed(row: Found, rung: str) -> float | None:
-    """Times as fast as stock generation."""
+    """Times as fast as the original generation."""
     seconds = row["seconds"]
     return None if rung not in seconds else float(seconds["stock"] / seconds[rung])
 
@@ -45,7 +45,7 @@ def where(found: Found) -> str:
 
 
 def in_types(*shapes: str) -> list[Found]:
-    """Beam search of docs/fastseq-types.json: times as fast as stock float32, in processor time of one thread."""
+    """Beam search of docs/fastseq-types.json: times as fast as original float32, in processor time of one thread."""
     rows = []
     for row in document("fastseq-types")["rows"]:
         spent = row["cpu_seconds"]
@@ -64,7 +64,7 @@ def table_of_types(rows: list[Found]) -> str:
         for row in rows
     ]  # fmt: skip
     head = (
-        "In all types, times as fast as stock float32, processor time of one thread "
+        "In all types, times as fast as original float32, processor time of one thread "
         "([conditions](fastseq-types.md), random weights):"
     )
     return f"{head}\n\n" + table(("model", "setting", *(TYPES[name] for name in shown)), lines)

@@ -62,14 +62,14 @@ def claims(found: Found) -> list[Claim]:
             )
         )
     same = all(text for row in found["rows"] for name, text in row["same_text"].items() if name != "ctranslate2")
-    here = "float32 on a CPU: all texts equal stock's" if same else "differs"
+    here = "float32 on a CPU: all texts equal the original's" if same else "differs"
     claims.append(Claim("the text stays the same", "no loss", here, judge(same)))
     return claims
 
 
 def caption(found: Found) -> str:
     return (
-        f"{where(found)}; stock generation of transformers beside fastseq in one run. Paper: V100 16 GB, batch "
+        f"{where(found)}; the original generation of transformers beside fastseq in one run. Paper: V100 16 GB, batch "
         "doubled until memory is full, fairseq or transformers of 2021. On an H100 in float16, batches of 32: "
         + ", ".join(f"{name} {gain:.2f}x" for name, gain in found["gpu"].items())
         + f" (`{GPU}`); float16 rounds to other texts there."
@@ -88,22 +88,22 @@ def rows(found: Found) -> str:
     lines += [
         (f"paper: {name}", "", base, fast, f"{fast / base:.1f}x", "") for name, (base, fast) in PAPER_ROWS.items()
     ]
-    return table(("model", "setting", "stock, samples/s", "fastseq, samples/s", "gain", "CTranslate2"), lines)
+    return table(("model", "setting", "original, samples/s", "fastseq, samples/s", "gain", "CTranslate2"), lines)
 
 
 def why(found: Found) -> str:
     return (
-        "Most of the paper's gain comes from what stock did badly in 2021: n-gram blocking in Python, synchronous "
-        "post-processing, and small batches because of memory. Stock today blocks n-grams with tensors, and a CPU "
-        "has no idle time between device and host. What is left is the work that stock repeats for each beam: "
-        "cross-attention states, the prompt, and the reordering. It grows with the source and the beams: long "
-        "sources gain most, and a decoder whose prompt is kept M times gains more than the paper tells. The "
-        "paper's 4.3x for T5 is 3.6x by its own two numbers."
+        "Most of the paper's gain comes from what the original did badly in 2021: n-gram blocking in Python, "
+        "synchronous post-processing, and small batches because of memory. Today the original blocks n-grams with "
+        "tensors, and a CPU has no idle time between device and host. What is left is the work that the original "
+        "repeats for each beam: cross-attention states, the prompt, and the reordering. It grows with the source and "
+        "the beams: long sources gain most, and a decoder whose prompt is kept M times gains more than the paper "
+        "tells. The paper's 4.3x for T5 is 3.6x by its own two numbers."
     )
 
 
 def draw(found: Found) -> Plot:
-    figure, (axes,) = sheet(1, "Times as fast as stock generation", 6.8)
+    figure, (axes,) = sheet(1, "Times as fast as the original generation", 6.8)
     here = _long(found)
     values = [here[HERE[name]]["speed"] if name in HERE else None for name in PAPER_ROWS]
     bars(axes, list(PAPER_ROWS), {"here (1,024 source, 4 beams)": values,

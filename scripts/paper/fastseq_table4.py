@@ -38,7 +38,10 @@ def claims(found: Found) -> list[Claim]:
 
 
 def caption(found: Found) -> str:
-    return f"Texts of every step compared with stock's; {where(found)}. Paper: CNN/DailyMail test set, ROUGE-1/2/L."
+    return (
+        f"Texts of every step compared with the original's; {where(found)}. Paper: CNN/DailyMail test set, "
+        "ROUGE-1/2/L."
+    )
 
 
 def rows(found: Found) -> str:

@@ -139,9 +139,9 @@ def why(found: Found) -> str:
     parts, module = found["parts"], found["module"]
     return (
         "The paper's 423 ms for the map are eager attention on many cores: three passes over a gigabyte. So are the "
-        f"{_map(found):.0f} ms here, on two cores of a virtual machine: four tensors of .8 GB are asked for and given "
-        "back in each layer, and the host has to find their pages. The same operations by themselves, in pages that "
-        f"were there, took {parts['map (QKᵀ, softmax), eager']:.0f} ms, and longer in other runs. "
+        f"{_map(found):.0f} ms here, on two cores of a virtual machine: four tensors of 0.8 GB are asked for and "
+        "given back in each layer, and the host has to find their pages. The same operations by themselves, in pages "
+        f"that were there, took {parts['map (QKᵀ, softmax), eager']:.0f} ms, and longer in other runs. "
         "A fused kernel never writes the map. On two cores the projections weigh more, and these a hit saves in part "
         f"too. Served, the layer takes {_with(found):.0f} ms, of which {module['lookup']:.1f} ms are the lookup; a "
         f"hit without lookup and fetch takes {module['hit without lookup and fetch']:.0f} ms. Single operations and "

@@ -92,7 +92,7 @@ class TestAsStock:
         found = json.loads(succeed(*common, "--json", "-"))
         assert found["fastseq"] is False
         assert found["fastseq_stats"]["calls"] == {"fast": 0, "stock": found["batches"]}
-        assert "1 batch took the stock path: of its own will" in succeed(*common)
+        assert "1 batch took the original path: of its own will" in succeed(*common)
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
 
 

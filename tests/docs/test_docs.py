@@ -173,6 +173,14 @@ def test_the_words_are_plain(document: Path) -> None:
     assert not re.findall(r"(?i)\b(?:nobody|whoever|somebody|but for|told by)\b", text)
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_user_meets_one_word_for_one_thing(document: Path) -> None:
+    """The glossary's words: original model, method, tokens recomputed, evidence; a number begins with a digit."""
+    text = re.sub(r"`[^`]*`", "", " ".join(document.read_text(encoding="utf-8").split()))
+    other = r"stock|(?:each|every|exact|fastest of its) ways?|rows computed|guards? learn(?:s|ing)?"
+    assert not re.findall(rf"(?i)\b(?:{other})\b|(?<![\w.])\.\d", text)
+
+
 def test_the_words_of_the_code_are_plain() -> None:
     for place in ("attmemo", "profiler", "native", "scripts", "tests", "examples"):
         for file in sorted((REPOSITORY / place).rglob("*")):

@@ -159,7 +159,7 @@ def in_a_gib() -> Iterator[Row]:
 
 
 TABLES: list[tuple[str, str, Iterator[Row]]] = [
-    ("guard-measured.md", "| stream | | lines | served", guarded()),
+    ("guard-measured.md", "| stream | | lines | reused", guarded()),
     ("guard-measured.md", "| stream | OpenSSH | HDFS", each_log()),
     ("guard-measured.md", "| lines at once | lines | drawn", samples()),
     ("guard-measured.md", "| answers | looked at | changed | the margin", predictors()),
@@ -167,7 +167,7 @@ TABLES: list[tuple[str, str, Iterator[Row]]] = [
     ("guard-measured.md", "| vectors: cosine of", curve("vectors")),
     ("guard-measured.md", "| stream | first log | second log", switches()),
     ("guard-measured.md", "| true rate | 2 % | 3 %", alarms()),
-    ("guard-measured.md", "| | seed | rows computed, logs", ablations()),
+    ("guard-measured.md", "| | seed | tokens recomputed, logs", ablations()),
     ("filling-measured.md", "| model, log | simulated", cold()),
     ("filling-measured.md", "| requests (of each model) | stored", costs()),
     ("filling-measured.md", "| model, tokens | requests | record", soon()),

@@ -530,7 +530,7 @@ def test_an_unknown_model_generates_on_the_stock_path_and_says_so(caplog: pytest
     model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)).eval()
     with caplog.at_level(logging.WARNING, "attmemo.fastseq"):
         fast = fastseq.wrap(model)
-    assert sum("stock path" in record.message for record in caplog.records) == 1
+    assert sum("original path" in record.message for record in caplog.records) == 1
     arguments = inputs("gpt2")
     expected, got = both(model, fast, arguments, {"num_beams": 3})
     assert torch.equal(expected, got)
@@ -549,7 +549,7 @@ def test_a_model_wrapped_in_training_mode_is_tested_later(
     model = make("bart").train()
     fast = fastseq.wrap(model, attention=attention)
     fast.generate(**inputs("bart"), num_beams=2, max_new_tokens=2)
-    assert "stock path" not in caplog.text, "nothing is known yet"
+    assert "original path" not in caplog.text, "nothing is known yet"
     model.eval()
     for _ in range(2):
         expected, got = both(model, fast, inputs("bart"), {"num_beams": 3})
@@ -627,7 +627,7 @@ def test_beams_that_are_not_followed_fail_the_self_test(
 
     model = make(family).to(kind)
     fastseq.wrap(model)
-    assert "stock path" not in caplog.text
+    assert "original path" not in caplog.text
     monkeypatch.setattr(BeamArena, "move", lambda self, source: None)
     fastseq.wrap(model)
     assert "its scores differ" in caplog.text

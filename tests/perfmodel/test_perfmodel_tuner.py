@@ -183,7 +183,7 @@ def test_with_300_sequences_one_percent_is_certified_only_without_a_change() -> 
 def test_a_certificate_that_serves_nothing_says_so() -> None:
     choice = choose(*runs_of([(0, 400, 0.0), (400, 400, 1.0)]), 0.01)
     assert (chosen(choice), choice.served, choice.certified) == (0.0, 0.0, True)
-    assert "serves nothing" in choice.sentence()
+    assert "reuses nothing" in choice.sentence()
 
 
 def test_enough_data_with_too_many_changes_is_not_blamed_on_the_data() -> None:

@@ -289,7 +289,7 @@ def test_the_speed_plot_shows_the_limit(result: dict[str, Any]) -> None:
 def test_tables_have_no_columns_of_maps(result: dict[str, Any]) -> None:
     titles = {table.title: table for table in make_tables(result)}
     assert "By layer" not in titles
-    assert "rows computed" in titles["By threshold"].columns
+    assert "tokens recomputed" in titles["By threshold"].columns
     assert "Hit rate, ceiling" not in [row[0] for row in titles["Summary"].rows]
 
 

@@ -36,8 +36,8 @@ ALIGNED: Final = 64
 PIECE: Final = 1 << 15
 """Bytes that are written at a time: to touch that much new memory may take a tenth of a millisecond."""
 AHEAD: Final = 1 << 16
-"""Bytes of memory that are asked of the system at a time. Half a megabyte is written in .22 ms then, in .35 where each
-page is asked for as it is touched."""
+"""Bytes of memory that are asked of the system at a time. Half a megabyte is written in 0.22 ms then, in 0.35 where
+each page is asked for as it is touched."""
 BYTES_PER_MARK: Final = 4096
 """A segment has room for one record in so many bytes."""
 FEWEST_MARKS: Final = 64

@@ -48,7 +48,7 @@ def beam_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention `[R, h, T, d]` → `[R, T, h, d]`, over shared keys where the call's cache says so; else stock SDPA."""
+    """Attention `[R, h, T, d]` → `[R, T, h, d]`, over shared keys where the call's cache says so; else plain SDPA."""
     state: CallState | None = vars(module.config).get(STATE)
     if state is not None and state.el is not None and key is state.el.hidden:
         _refuse_bias(module, kwargs)

@@ -183,7 +183,7 @@ class BeamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beams are followed by `BeamArena.move`, once for all layers; what is shared never moves."""
-        raise Refusal("the stock loop asked a fastseq cache to follow its beams")
+        raise Refusal("the original loop asked a fastseq cache to follow its beams")
 
 
 class SuffixLayer(BeamLayer):

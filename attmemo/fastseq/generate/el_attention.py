@@ -7,7 +7,7 @@ With Q = x W_q + b_q, K = H W_k + b_k and V = H W_v + b_v, head by head:
 
 so b_k is dropped and b_v is added behind, exactly. The factors are kept apart: merged they would be h times larger.
 One H `[B, 1, N, D]` then stands for the keys and values of all heads, and in cross-attention of all layers: h times
-the arithmetic of attention, 1 / (2·L·M) of the memory of stock beam search. Source: EL-attention (arXiv
+the arithmetic of attention, 1 / (2·L·M) of the memory of the original beam search. Source: EL-attention (arXiv
 2105.04779), section 3; FastSeq's code and the article keep b_k.
 
 Shapes: B samples, M beams, R = B·M rows, h heads of width d, D width of the hidden states, N shared positions, t own

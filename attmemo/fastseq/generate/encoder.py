@@ -111,7 +111,7 @@ def _without_padding(inner: Callable[..., Any], state: CallState, kwargs: dict[s
     ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
     batch, longest = ids.shape
     if batch == 0:
-        return None  # the plain call raises stock's error
+        return None  # the plain call raises the original error
     if mask is None:
         lengths = [longest] * batch
     else:

@@ -31,9 +31,9 @@ from attmemo.models.cache_name import NEW, OLD
 _log = logging.getLogger("attmemo.fastseq")
 
 MODES = ("auto", "shared", "el", "stock")
-_ALIKE = 0.5  # correlation: roundings mostly leave more than .99, a layer in a wrong place next to none
+_ALIKE = 0.5  # correlation: roundings mostly leave more than 0.99, a layer in a wrong place next to none
 
-# Arguments of `generate` whose presence sends the call to the stock path, with the reason that `stats` gives.
+# Arguments of `generate` whose presence sends the call to the original path, with the reason that `stats` gives.
 _STOCK_ARGUMENTS = {
     "streamer": "a streamer",
     "assistant_model": "assisted generation",
@@ -90,7 +90,7 @@ class FastModel:
 
     @property
     def stock_reason(self) -> str | None:
-        """Why all calls take the stock path, or None."""
+        """Why all calls take the original path, or None."""
         return self._reason
 
     @property
@@ -99,7 +99,7 @@ class FastModel:
         return None if self._packed is None else self._packed.step_bytes
 
     def cache_mode_for(self, generation: Mapping[str, Any]) -> str:
-        """As `cache_mode`, of a call with these arguments: some send it to the stock path."""
+        """As `cache_mode`, of a call with these arguments: some send it to the original path."""
         return self.cache_mode if self._why_stock(dict(generation)) is None else "stock"
 
     def __getattr__(self, name: str) -> Any:
@@ -118,7 +118,7 @@ class FastModel:
         """As `model.generate`: the same arguments, the same result.
 
         What the fast path does not cover (a streamer, assisted generation, attentions to be returned, …) runs on the
-        stock path; `stats` says what and why. A `ModelOutput` has no `past_key_values` after the fast path.
+        original path; `stats` says what and why. A `ModelOutput` has no `past_key_values` after the fast path.
 
         Returns
         -------
@@ -157,7 +157,7 @@ class FastModel:
             self._stats.reasons[reason] += 1
             first = self._stats.reasons[reason] == 1
         if first and self._mode != "stock":
-            _log.info("fastseq: stock path for this call: %s", reason)
+            _log.info("fastseq: the original path for this call: %s", reason)
         return self._model.generate(**kwargs)
 
     def stats(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def self_test(fast: FastModel, mode: str = "shared") -> str | None:
             got = fast._fast(state, dummy, plain=True)
         except Refusal as refusal:
             return str(refusal)
-        except Exception as error:  # whatever an unknown model does, the stock path has just worked
+        except Exception as error:  # whatever an unknown model does, the original path has just worked
             return f"the fast path failed with {type(error).__name__}: {error}"
     kinds = ("el", "el_self") if mode == "el" else ("shared", "prefix", "packed_steps")
     if not sum(state.counts[kind] for kind in kinds):
@@ -306,10 +306,10 @@ def self_test(fast: FastModel, mode: str = "shared") -> str | None:
         one, other = one.log_softmax(-1), other.log_softmax(-1)
         if state.packed is not None and (state.packed.weights is not None or model.dtype != torch.float32):
             if one.shape != other.shape or not are_alike(one, other):
-                return "its rounded scores are not like those of the stock path"
+                return "its rounded scores are not like those of the original path"
             continue
         if one.shape != other.shape or not torch.allclose(one, other, rtol=tolerance, atol=tolerance):
-            return "its scores differ from those of the stock path"
+            return "its scores differ from those of the original path"
     return None
 
 
@@ -350,7 +350,7 @@ def _dummy_inputs(model: Any) -> dict[str, Tensor] | None:
 
 def _warn(model: Any, wrong: str) -> None:
     _log.warning(
-        "fastseq: %s generates on the stock path: %s. Nothing is lost but speed.", type(model).__name__, wrong
+        "fastseq: %s generates on the original path: %s. Nothing is lost but speed.", type(model).__name__, wrong
     )
 
 
@@ -374,9 +374,9 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
         states, once for all layers (EL-attention); less memory, more arithmetic. "auto": chosen by a cost model, in
         effect "shared" unless it would not fit. "stock": nothing is changed; for comparison.
     check : bool
-        Generate three tokens on both paths and compare. If they differ, or the fast path did not run, the stock path
-        is used from then on, and a warning says so. Of a model in training mode, which generates on the stock path,
-        the first call out of it is preceded by that, and by the test of attention="el".
+        Generate three tokens on both paths and compare. If they differ, or the fast path did not run, the original
+        path is used from then on, and a warning says so. Of a model in training mode, which generates on the original
+        path, the first call out of it is preceded by that, and by the test of attention="el".
 
     Returns
     -------

@@ -1,7 +1,7 @@
 """No n-gram twice: tokens that would repeat one get the score -inf before the next token is chosen.
 
-FastSeq (arXiv 2106.04718), Algorithm 1. Stock transformers (5.15 and later) makes a mask of rows times vocabulary and
-fills a copy of the scores; stock's variant for n-grams of the source loops in Python. Here a kernel writes the few
+FastSeq (arXiv 2106.04718), Algorithm 1. transformers (5.15 and later) makes a mask of rows times vocabulary and
+fills a copy of the scores; its variant for n-grams of the source loops in Python. Here a kernel writes the few
 banned scores in place: C on a CPU, Triton on a GPU; elsewhere the oracle's mask (`attmemo.kernels.ngram`).
 """
 
@@ -27,7 +27,7 @@ def ban_ngrams(scores: Tensor, tokens: Tensor, size: int, source: Tensor | None 
     scores : Tensor
         ``[R, V]``, floating point. Written.
     tokens : Tensor
-        ``[R, T]`` of int64: what each row has said so far, prompt and padding included, as stock has it.
+        ``[R, T]`` of int64: what each row has said so far, prompt and padding included, as transformers has it.
     size : int
         n, at least 1. With 1 every token of the text is banned.
     source : Tensor, optional
@@ -74,7 +74,7 @@ class NoRepeatNGram(LogitsProcessor):  # type: ignore[misc]
         n, at least 1.
     in_place : bool
         Write into the scores that were handed over and return them. Beam search allows it; sampling does unless it
-        is asked for ``output_logits``, which it keeps without a copy. The default is what stock does: a new tensor.
+        is asked for ``output_logits``, which it keeps without a copy. The default, as in transformers: a new tensor.
     """
 
     def __init__(self, ngram_size: int, *, in_place: bool = False) -> None:
@@ -86,14 +86,14 @@ class NoRepeatNGram(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores ``[R, V]`` after the rows ``[R, T]``."""
         if input_ids.shape[-1] < self.ngram_size:
-            return scores  # itself, as stock
+            return scores  # itself, as in transformers
         result = scores if self.in_place else scores.clone()
         ban_ngrams(result, input_ids, self.ngram_size)
         return result
 
 
 class EncoderNoRepeatNGram(LogitsProcessor):  # type: ignore[misc]
-    """As ``EncoderNoRepeatNGramLogitsProcessor``: no n-gram of the source; by a kernel, where stock loops in Python.
+    """As ``EncoderNoRepeatNGramLogitsProcessor``: no n-gram of the source; by a kernel, not by loops in Python.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class EncoderNoRepeatNGram(LogitsProcessor):  # type: ignore[misc]
 
     Notes
     -----
-    Ids beyond the vocabulary are passed over; stock raises for them, and takes negative ones (a padding of -100) for
+    Ids beyond the vocabulary are passed over; the original raises, and takes negative ones (a padding of -100) for
     places counted from the vocabulary's end.
     """
 
@@ -138,14 +138,14 @@ class EncoderNoRepeatNGram(LogitsProcessor):  # type: ignore[misc]
 def swap_ngram_processors(
     processors: LogitsProcessorList, *, source: Tensor | None = None, in_place: bool = False
 ) -> int:
-    """Put ours in the places of stock's n-gram processors; the list is changed, its order is kept.
+    """Put ours in the places of the original n-gram processors; the list is changed, its order is kept.
 
     Parameters
     ----------
     processors : LogitsProcessorList
         As `generate` prepares it.
     source : Tensor, optional
-        ``[B, S]``: the encoder's input. Without it what is banned is read from stock's own table.
+        ``[B, S]``: the encoder's input. Without it what is banned is read from transformers' own table.
     in_place : bool
         As in `NoRepeatNGram`.
 
@@ -169,7 +169,7 @@ def swap_ngram_processors(
 
 
 def _text_of(tables: Sequence[Mapping[tuple[int, ...], Sequence[int]]], size: int) -> Tensor:
-    """A text ``[B, S]`` with the n-grams of stock's tables and no others: each is followed by an id of no token."""
+    """A text ``[B, S]`` with the n-grams of the original tables and no others: each is followed by no token's id."""
     rows = []
     for table in tables:
         ngrams = ((*prefix, token, _NOTHING) for prefix, tokens in table.items() for token in dict.fromkeys(tokens))

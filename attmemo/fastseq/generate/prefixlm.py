@@ -2,7 +2,7 @@
 
 The source sees itself in both directions, the target sees the source and what was generated. The next word is
 predicted at a [MASK] behind the text, as UniLM does: each step reads two tokens, the last one and [MASK], and keeps
-the keys and values of the first only. transformers has no such model; this one generates through its stock
+the keys and values of the first only. transformers has no such model; this one generates through its own
 `generate`, and faster through `wrap`.
 
 Source: UniLM as described in FastSeq (arXiv 2106.04718), section 4; the mask and the two-token step are UniLM's.

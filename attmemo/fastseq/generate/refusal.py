@@ -1,4 +1,4 @@
-"""How the fast path says no. Never seen by the user: the stock path then runs, and the reason is counted."""
+"""How the fast path says no. Never seen by the user: the original path then runs, and the reason is counted."""
 
 from __future__ import annotations
 

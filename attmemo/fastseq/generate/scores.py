@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def softmax(scores: Tensor) -> Tensor:
-    """In float32 at least, and back, as stock does for half precision."""
+    """In float32 at least, and back, as transformers does for half precision."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     return torch.softmax(scores, dim=-1, dtype=wide).to(scores.dtype)
 

@@ -51,8 +51,8 @@ class Pipeline:
         Texts that are read, sorted by length and then generated. No output of a window can come before its longest
         texts are done; it is also all that is in memory.
     buckets : bool
-        Sort within the window. Which texts share a batch then changes, and with it their padding, on which stock's
-        results depend as little or as much as ever; False gives the batches of a plain loop.
+        Sort within the window. Which texts share a batch then changes, and with it their padding, on which
+        transformers' results depend as little or as much as ever; False gives the batches of a plain loop.
     prefix : str
         Put before every text (T5's ``"summarize: "``).
     max_source : int, optional

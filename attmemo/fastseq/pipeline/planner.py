@@ -10,7 +10,7 @@ The size of the cached states is exact (it reproduces every cell of Table 2 of F
 with L decoder layers, W = key/value heads times their width, D the model's width, s bytes a number, B texts, M beams,
 N source tokens, t new tokens. Beside them a step holds several copies of the scores ``[B M, V]``, and the first pass
 the activations of a layer; these are estimated, from above. Predicted and measured growth of the resident set, in MiB
-(random weights of width 512 with 4 layers, float32, stock generation, two cores; B, M, N, t):
+(random weights of width 512 with 4 layers, float32, original generation, two cores; B, M, N, t):
 
     BART 8, 4, 512, 8       463  424        GPT-2 8, 4, 256, 8      544  531
     BART 16, 4, 128, 24     375  333        GPT-2 16, 1, 512, 6     544  535
@@ -55,7 +55,7 @@ def peak_bytes(shape: ModelShape, batch: int, beams: int, source: int, new: int,
     if shape.eager:
         first += 2 * rows * shape.heads * source * source * 4
     cache = shape.cache_bytes(batch, beams, source, new, mode)
-    # Stock re-indexes and appends to one layer's states after another: keys and values of one layer twice.
+    # The original re-indexes and appends to one layer's states after another: keys and values of one layer twice.
     moved = 2 * cache // shape.layers
     return max(first, cache + moved + _SCORES * batch * beams * shape.vocabulary * 4)
 

@@ -83,10 +83,10 @@ def bench_layer(
     built, trained and published by the library's own code. Every sequence hits (threshold 0), so this is the most
     that memoization can save here, with lookup, fetch and the rest of the model included.
 
-    Inputs are random tokens ``[batch, length]``, without padding, others in each turn. Variants: ``exact`` (the stock
-    model), ``exact-eager`` (attention without a fused kernel, as models had it in 2022; if asked, where ``exact`` is
-    another), ``memoized-sequence``, ``memoized-layer`` (one lookup for all layers, or one in each), and ``ceiling``
-    (the hit path without lookup and fetch, on maps that are in contiguous memory already).
+    Inputs are random tokens ``[batch, length]``, without padding, others in each turn. Variants: ``exact`` (the
+    original model), ``exact-eager`` (attention without a fused kernel, as models had it in 2022; if asked, where
+    ``exact`` is another), ``memoized-sequence``, ``memoized-layer`` (one lookup for all layers, or one in each), and
+    ``ceiling`` (the hit path without lookup and fetch, on maps that are in contiguous memory already).
 
     Of the memoized, one lookup for all layers is divided among them; ``share_of_ceiling`` is the saving over ``exact``
     as a share of the ceiling's, None where that saves nothing; ``overhead_of_attention`` is lookup, and what serving
