@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ DOCUMENTS = [README, *sorted(DOCS.glob("**/*.md")), REPOSITORY / "attmemo" / "mo
 NUMBER = re.compile(r"(?<![\w.])[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?!\.?\d)(?!,\d{3})")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PLAIN = re.compile(r"[`*]")
+ENDS = {"|", "||", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&"}
 STORED = 0.005  # of the last digit's unit, beside a half: what a file holds may be rounded itself
 Row = tuple[Iterable[str], Iterable[float]]  # what the first cells begin with, and the numbers of all others
 
@@ -48,6 +50,27 @@ def inline(text: str) -> Iterator[str]:
     outside = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     for code in re.findall(r"`([^`]+)`", outside):
         yield " ".join(code.split())
+
+
+def calls(lines: Iterator[str]) -> Iterator[list[str]]:
+    """The arguments of every call of attmemo, without redirections and pipes."""
+    for line in lines:
+        if not re.search(r"\battmemo [a-z-]", line):
+            continue
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            continue
+        call: list[str] | None = None
+        for word in [*words, ";"]:
+            ended = word in ENDS or word.endswith(";")
+            if call is None:
+                call = [] if word == "attmemo" else None
+            elif ended:
+                yield call + ([word[:-1]] if word not in ENDS else [])
+                call = None
+            else:
+                call.append(word)
 
 
 # -- Python that runs, in order, in one namespace

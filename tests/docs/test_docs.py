@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from docs_tools import DOCUMENTS, README, REPOSITORY, inline, shell_lines
+from docs_tools import DOCUMENTS, README, REPOSITORY, calls, inline, shell_lines
 
 from attmemo.cli.app import app
 
 ROOT: Any = typer.main.get_command(app)
-ENDS = {"|", "||", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&"}
-
-
-def calls(lines: Iterator[str]) -> Iterator[list[str]]:
-    """The arguments of every call of attmemo, without redirections and pipes."""
-    for line in lines:
-        if not re.search(r"\battmemo [a-z-]", line):
-            continue
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            continue
-        call: list[str] | None = None
-        for word in [*words, ";"]:
-            ended = word in ENDS or word.endswith(";")
-            if call is None:
-                call = [] if word == "attmemo" else None
-            elif ended:
-                yield call + ([word[:-1]] if word not in ENDS else [])
-                call = None
-            else:
-                call.append(word)
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from demos import make_small
 from odd_paths import ODD
 from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
@@ -52,13 +52,6 @@ from attmemo.profiler.way_plots import color_of, draw_demo, windows_of
 
 def run(*args: str | Path) -> Any:
     return CliRunner().invoke(app, ["demo", *map(str, args)], prog_name="attmemo")
-
-
-def make_small(patch: pytest.MonkeyPatch, model: str) -> None:
-    """A demo of seconds: another model, fewer lines, and none of the other runtimes that may be installed."""
-    patch.setattr(demo, "_INVENTED", 320)
-    patch.setattr(demo, "model_path", lambda: model)
-    patch.setattr(demo, "other_runtimes", lambda *_: nullcontext(({}, [])))
 
 
 @pytest.fixture(scope="module")
