@@ -6,6 +6,11 @@
  * second pool would fight with the first for the cores, and linking libgomp would load a second copy beside the one in
  * torch's wheel. Without a team the calling thread does all the work.
  *
+ * ROADS NOT TAKEN.  Where another program keeps one of two cores busy, all wait at the end of each call for the thread
+ * that does not run: a line of MiniLM takes 25 ms with two threads and 3 with one (spins of 30,000; by libgomp's default
+ * 5 to 10). A caller that saw how long it waited, and left a thread out for a while, took 3.5 ms then; but the service,
+ * where HTTP takes a core now and then, answered 10 to 25 % fewer lines.
+ *
  * INSTRUCTION SETS.  The kernels' headers are compiled once for AVX-512, once for it with products of bfloat16, once for
  * AVX2 and once for whatever the compiler takes for granted; the first that the processor has is used. For its matrix
  * unit, if it has one, see amx.h.

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measured_at import write_record
+from measured_at import gathered, write_json, write_record
 from scipy.stats import rankdata
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -539,7 +539,7 @@ def table(out: Path) -> str:
 def merged(out: Path, known: Sequence[str]) -> dict[str, Any]:
     """What the files of OUT hold, by case, without the sentences and places of single runs."""
     files = {name: out / f"{name}.json" for name in known}
-    return {name: _short(json.loads(file.read_text())) for name, file in files.items() if file.exists()}
+    return gathered({name: _short(json.loads(file.read_text())) for name, file in files.items() if file.exists()})
 
 
 def _short(found: Any) -> Any:
@@ -580,11 +580,11 @@ def main() -> None:
     for name in options.cases:
         if name not in known:
             parser.error(f"no case {name!r}: {', '.join(known)}")
-        (options.out / f"{name}.json").write_text(json.dumps(known[name](), indent=1))
+        write_record(options.out / f"{name}.json", known[name]())
     if options.table:
         print(table(options.out))
     if options.merge:
-        write_record(options.merge, merged(options.out, tuple(known)))
+        write_json(options.merge, merged(options.out, tuple(known)))
 
 
 if __name__ == "__main__":

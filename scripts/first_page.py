@@ -198,7 +198,7 @@ def measure(shared: Path, *, short: bool) -> None:
     run([sys.executable, scripts / "bench_peers.py", shared, DOCS, "--first" if short else "--pages"])
     if not short:
         output = DOCS / workloads_of(first_run(read("peers.json")))
-        run([sys.executable, scripts / "bench_workloads.py", shared, output])
+        run([sys.executable, scripts / "bench_workloads.py", shared, output, *read(output.name)["streams"]])
 
 
 def main() -> None:

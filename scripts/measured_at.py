@@ -40,10 +40,27 @@ def processor_of(features: list[str]) -> str:
 
 
 def write_record(file: Path, found: dict[str, Any]) -> None:
-    """Write a JSON of numbers, with ``measured``: the commit, the day, the class of processor and the versions."""
+    """Write a JSON of numbers, with ``measured``: commit, day, class of processor and versions of each measurement.
+
+    What `found` keeps of earlier measurements stays beside those of now.
+    """
     from attmemo.system.machine import conditions
 
     where = conditions()
     versions = {name: where[name] for name in ("python", "torch", "transformers")}
-    at = measured_at() | {"processor": processor_of(where["features"])} | versions
-    file.write_text(json.dumps(found | {"measured": at}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    now = measured_at() | {"processor": processor_of(where["features"])} | versions
+    before = found.get("measured", [])
+    before = before if isinstance(before, list) else [before]
+    write_json(file, found | {"measured": [*(one for one in before if one != now), now]})
+
+
+def write_json(file: Path, found: dict[str, Any]) -> None:
+    """Write a JSON as it is."""
+    file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def gathered(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Parts that `write_record` wrote as one, with the measurements of all in ``measured``."""
+    found = {name: {key: value for key, value in part.items() if key != "measured"} for name, part in parts.items()}
+    all_of_them = [one for part in parts.values() for one in part.get("measured", [])]
+    return found | {"measured": [one for at, one in enumerate(all_of_them) if one not in all_of_them[:at]]}

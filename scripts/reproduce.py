@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pandas as pd
 import torch
 from loghub_windows import windows
-from measured_at import write_record
+from measured_at import gathered, write_json, write_record
 
 from attmemo import memoize
 from attmemo.db import Database
@@ -220,7 +220,7 @@ def page(output: Path) -> None:
     """Gather the cases of `output` into maps.json, and print the table."""
     files = {name: output / f"{name}.json" for name in CASES}
     found = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    write_record(output / "maps.json", found)
+    write_json(output / "maps.json", gathered(found))
     print("| data | threshold | calls reused (exhaustive search) | speed | answers |")
     print("|---|---|---|---|---|")
     for name, case in found.items():
@@ -241,7 +241,7 @@ def main() -> None:
         return
     for name in args.cases:
         found = run(name, CASES[name](args.shared), args.output, args.keep)
-        (args.output / f"{name}.json").write_text(json.dumps(found, indent=1))
+        write_record(args.output / f"{name}.json", found)
         print(rows(name, found), flush=True)
 
 

@@ -37,7 +37,7 @@ import torch
 from convert_stories import convert
 from marked import replace_measured, table
 from matplotlib.figure import Figure
-from measured_at import write_record
+from measured_at import gathered, write_json, write_record
 from torch import Tensor
 
 from attmemo import memoize, unmemoize
@@ -521,7 +521,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loaded = load_model(str(convert(args.shared / "data/weights_stories260K", args.output / "model")))
     for kind in args.kinds:
         found = study(kind, loaded, args.shared, args.output, (args.stored, args.asked))
-        (args.output / f"{kind}.json").write_text(json.dumps(found) + "\n")
+        write_record(args.output / f"{kind}.json", found)
     result = collect(args.output)
     print(tables(result))
     if args.docs is not None:
@@ -531,18 +531,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def collect(output: Path) -> dict[str, Any]:
     """The results of all kinds of text that were studied so far."""
     files = {kind: output / f"{kind}.json" for kind in KINDS}
+    found = gathered({kind: json.loads(file.read_text()) for kind, file in files.items() if file.is_file()})
     return {
         "schema": "attmemo.study-decoder/1",
         "conditions": {key: value for key, value in conditions().items() if key != "kernel"},
         "length": LENGTH,
         "storage": "float16",
-        "kinds": {kind: json.loads(file.read_text()) for kind, file in files.items() if file.is_file()},
+        "kinds": {name: kind for name, kind in found.items() if name != "measured"},
+        "measured": found["measured"],
     }
 
 
 def write(result: dict[str, Any], docs: Path) -> None:
     """The numbers, the tables in the document, and the figure."""
-    write_record(docs / "study-decoder.json", result)
+    write_json(docs / "study-decoder.json", result)
     replace_measured(docs / "study-decoder.md", tables(result))
     draw(result, docs / "study-decoder.png")
 

@@ -67,6 +67,8 @@ def certifies(highest: float, could: int, requests: int, budget: float) -> bool:
 def samples_needed(changed: int, could: int, requests: int, budget: float, confidence: float) -> int | None:
     """About how many verified answers `certifies` needs in all, if no further one changes; None: too many."""
     rate = budget / min(max(could / max(requests, 1), 0.5), 1.0)
+    if rate >= 1.0:  # one that did not change
+        return changed + 1
     samples = range(changed + 1, _MOST_SAMPLES + 1)
     enough = 1.0 / (1.0 - confidence)
     place = bisect_left(samples, True, key=lambda count: stake(rate, changed, count - changed) >= enough)

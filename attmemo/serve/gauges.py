@@ -106,5 +106,6 @@ def stats_of(service: Service) -> dict[str, Any]:
     if spaces and found.get("guard") is not None:
         guards = [found["guard"], *(one["guard"] for one in spaces)]
         worst = max(guards, key=lambda guard: SHOWN.index(guard["state"]))
-        found["guard"] = worst | {name: sum(guard[name] for guard in guards) for name in ("verified", "changed")}
+        sums = {name: sum(guard[name] for guard in guards) for name in ("verified", "changed")}
+        found["guard"] = worst | sums | {"verified_needed": None}  # each of them needs its own
     return found

@@ -90,7 +90,7 @@ def narrow(text: str) -> str:
 
 def _narrow_table(found: re.Match[str]) -> str:
     head, line, *rows = ([cell.strip() for cell in CELL_END.split(row)[1:-1]] for row in found[0].splitlines())
-    if len(head) <= COLUMNS:
+    if len(head) <= COLUMNS or any(len(row) != len(head) for row in rows):
         return found[0]
     # The first columns stand in every part: as many as tell the rows apart, three at most.
     keys = next((count for count in (1, 2) if len({tuple(row[:count]) for row in rows}) == len(rows)), 3)

@@ -128,4 +128,4 @@ def test_the_picture_shows_what_the_library_would_compute(minilm: None) -> None:
     page = (DOCS / "how-rows-work.md").read_text(encoding="utf-8")
     computed, tokens = re.findall(r"<title>(\d+) of (\d+) rows are computed", picture)[0]
     taken = int(tokens) - int(computed)
-    assert f"{tokens} tokens of a new line: {computed} rows are computed, {taken} are taken from a record" in page
+    assert f"{tokens} tokens of a new line: {computed} are recomputed, {taken} are taken from a record" in page

@@ -391,7 +391,7 @@ class TestGuard:
         assert found.groups()[:7] == ("2000", "0", "109", "30", "28", "9", "8")
         assert 0 < float(found[8]) <= 1.0
         assert Guard(0.01, 0.95).state().sentence(0.95).startswith(
-            "evidence collected: 0 of 644 reused answers verified, 0 changed; of 0 requests 0 reused and 0 repeated;"
+            "evidence collected: 0 of 158 reused answers verified, 0 changed; of 0 requests 0 reused and 0 repeated;"
         )
 
     def test_stats_are_plain_numbers(self) -> None:
