@@ -77,7 +77,7 @@ def first_table(run: Run) -> tuple[list[str], list[str]]:
     """The lines of the table of README.md, and the best peers in it."""
     rows = [
         ("exact: `memoize(model)`", "none", "speed", True), ("8 bits: `linear=\"int8\"`", "none-int8", "speed", False),
-        ("reuse, 1 % budget, last third", "rows", "late_speed", False),
+        ("reuse, 1 % budget, last third of the lines", "rows", "late_speed", False),
     ]  # fmt: skip
     head = " | ".join(f"batch {size}" for size in run["batch"])
     lines = [f"| speed (best peer), original model = 1 | {head} |", "|---|" + 3 * "---|"]
@@ -104,7 +104,7 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
         f"all-MiniLM-L6-v2, {run['model']['dtype']}, {machine_of(run['conditions'])}, {run['stream']['name']} log "
         f"lines as they came; peer: {makers} ([peers.json](docs/peers.json), {commits([run])}).",
         f"With reuse, {len(streams)} streams that begin with nothing stored take {min(full):.2f} to {max(full):.2f} "
-        f"times as long as exact without pauses; with pauses {min(half):.2f} to {max(half):.2f}, second half "
+        f"times as long as exact without pauses; with pauses {min(half):.2f} to {max(half):.2f}, in their second half "
         f"([{name}](docs/{name}), commit {workloads['commit']}).",
     ])  # fmt: skip
 
@@ -149,6 +149,8 @@ def benchmarks(peers: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
     return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 

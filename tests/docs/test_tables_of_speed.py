@@ -12,8 +12,8 @@ from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS
 FLOAT32 = "service.json"
 SERVERS = {
     "rows": "this service, guard certified (", "none": "this service, `--reuse none`: exact",
-    "plain": "FastAPI around sentence-transformers", "genai": "FastAPI around OpenVINO GenAI",
-    "infinity": "infinity, on torch",
+    "genai": "FastAPI around OpenVINO GenAI", "infinity": "infinity, on torch",
+    "plain": "FastAPI around sentence-transformers",
 }  # fmt: skip
 CASES = {  # of docs/rows-measured.md: how a row begins, its case
     "lines of OpenSSH, MiniLM": "lines-OpenSSH", "lines of HDFS": "lines-HDFS",

@@ -48,7 +48,7 @@ def reused_and_repeated(model: Any) -> tuple[int, int]:
     """Both counts, which all who tell them agree on."""
     stats = model.attmemo.stats()
     own, guard, became = (stats["reused"], stats["repeated"]), stats["guard"], done(model)
-    said = re.search(r"of (\d+) requests (\d+)(?: \(\d+%\))? reused and (\d+)(?: \(\d+%\))? repeated", guard["says"])
+    said = re.search(r"of (\d+) requests (\d+)(?: \(\d+ %\))? reused and (\d+)(?: \(\d+ %\))? repeated", guard["says"])
     assert said is not None
     assert (int(said[2]), int(said[3])) == (guard["reused"], guard["repeated"]) == own
     assert (became.get("reused", 0), became.get("repeated", 0)) == own

@@ -308,7 +308,7 @@ class TestPage:
 
     def test_a_page_of_few_pairs_or_of_a_busy_machine_says_so(self, page: ModuleType) -> None:
         found = made_up(2.0, 2.5)
-        assert "Only 1 of 19 pairs" in page.text(matrix(found))
+        assert "Only 1 of 13 pairs" in page.text(matrix(found))
         assert "read their times with care" not in page.text(matrix(found))
         found["conditions"]["runs"][0]["others"] = 0.4
         assert "In 1 of 1 runs other programs took more than 10 % of the processors" in page.text(matrix(found))
