@@ -187,8 +187,11 @@ def check_published(path: Path, expected: Contents) -> int:
 
 
 def build_and_tell(path: Path, oracle: Path, lengths: Sequence[int] = SHORT, every: int = 2) -> None:
-    """Build, and tell what was published to a file that outlives the process."""
+    """Build, and tell what was published to a file that outlives the process; first what earlier builders left."""
     with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
+        # Two builders in a row may die between publishing and telling: the second would be two generations ahead.
+        told.write(f"{writer.manifest.generation} {writer.manifest.records}\n")
+        told.flush()
         source = writer.add_source("synthetic.log", "d" * 32)
         for row, length in list(enumerate(lengths))[writer.records :]:
             add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
