@@ -27,7 +27,6 @@ from attmemo.profiler.peers.paths import MIN_COSINE, Ask, Way, another, memoize_
 from attmemo.profiler.race import INT8, PACKED, ROWS, STOCK, Race, faster_than, other_runtimes
 from attmemo.system.extras import check_installed, install
 from attmemo.system.machine import conditions
-from attmemo.system.precision import best_dtype
 from attmemo.wording import counted
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
@@ -158,7 +157,7 @@ def _quality(name: str, dtype: str, stream: Stream, race: Race) -> dict[str, flo
 
 def run_demo(
     source: Source, output: Path, seconds: float = SECONDS, tell: Callable[[str], None] | None = None,
-    after: Callable[[Race], None] | None = None, dtype: str = "auto",
+    after: Callable[[Race], None] | None = None, dtype: str = "float32",
 ) -> dict[str, Any]:  # fmt: skip
     """Ask the packaged model about a stream: as an embedder, then as a classifier with reuse under a budget.
 
@@ -169,8 +168,8 @@ def run_demo(
         files that no demo made.
     tell, after : callable, optional
         Told what is being done before a part begins; called after each batch.
-    dtype : {"auto", "float32", "bfloat16"}
-        What all methods compute in; "auto" is bfloat16 where the processor multiplies it natively.
+    dtype : {"float32", "bfloat16"}
+        What all methods compute in.
 
     Returns
     -------
@@ -181,7 +180,6 @@ def run_demo(
     name, batches = model_path(), source.batches()
     prepare_folder(output)
     tell("loading the model")
-    dtype = str(best_dtype()).removeprefix("torch.") if dtype == "auto" else dtype
     loaded = load_model(name, dtype)
     loaded.pooling = own_pooling(name)
     stream = Stream(loaded, batches, min(LONGEST, greatest_length(loaded, None)))

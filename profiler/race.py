@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from math import log, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attmemo.profiler.models import LoadedModel, Tokens
-from attmemo.profiler.peers.paths import PATHS, Ask, Order
+from attmemo.profiler.peers.paths import Ask, Order, absent_packages
 from attmemo.profiler.peers.process import PathError, Processes
 from attmemo.profiler.turns import alternate
 
@@ -105,8 +104,8 @@ def faster_than(laps: Sequence[Lap], name: str, other: str) -> tuple[float, bool
 def other_runtimes(loaded: LoadedModel, texts: Sequence[Tokens]) -> Iterator[tuple[dict[str, Ask], list[str]]]:
     """Other runtimes that are installed, each in a process of its own, and why one of them takes no part.
 
-    `texts` show the model's inputs. Both in 8 bits too; beside them OpenVINO computes in the
-    model's precision, ONNX Runtime in float32.
+    `texts` show the model's inputs. OpenVINO computes in the model's precision, ONNX Runtime in float32; both in 8
+    bits too.
     """
     found: dict[str, Ask] = {}
     notes = []
@@ -120,7 +119,7 @@ def other_runtimes(loaded: LoadedModel, texts: Sequence[Tokens]) -> Iterator[tup
                 (OPENVINO, f"openvino-{_PRECISIONS[loaded.dtype]}"), (OPENVINO_INT8, "openvino-int8"),
                 (ONNX, "onnx"), (ONNX_INT8, "onnx-int8"),
             ):  # fmt: skip
-                if all(find_spec(package) is not None for package in PATHS[path].needs):
+                if not absent_packages(path):
                     try:
                         found[name] = processes.open(path)[0].ask
                     except PathError as error:

@@ -539,7 +539,8 @@ def table(out: Path) -> str:
 def merged(out: Path, known: Sequence[str]) -> dict[str, Any]:
     """What the files of OUT hold, by case, without the sentences and places of single runs."""
     files = {name: out / f"{name}.json" for name in known}
-    return gathered({name: _short(json.loads(file.read_text())) for name, file in files.items() if file.exists()})
+    found, stamps = gathered({name: json.loads(file.read_text()) for name, file in files.items() if file.exists()})
+    return {name: _short(case) for name, case in found.items()} | {"measured": stamps}
 
 
 def _short(found: Any) -> Any:

@@ -59,8 +59,10 @@ def write_json(file: Path, found: dict[str, Any]) -> None:
     file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def gathered(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Parts that `write_record` wrote as one, with the measurements of all in ``measured``."""
-    found = {name: {key: value for key, value in part.items() if key != "measured"} for name, part in parts.items()}
-    all_of_them = [one for part in parts.values() for one in part.get("measured", [])]
-    return found | {"measured": [one for at, one in enumerate(all_of_them) if one not in all_of_them[:at]]}
+def gathered(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Parts that `write_record` wrote, without their measurements; and these, each one once."""
+    stamps: list[dict[str, Any]] = []
+    for part in parts.values():
+        stamps += [one for one in part.get("measured", []) if one not in stamps]
+    bare = {name: {key: value for key, value in part.items() if key != "measured"} for name, part in parts.items()}
+    return bare, stamps

@@ -219,8 +219,8 @@ def rows(name: str, case: dict[str, Any]) -> str:
 def page(output: Path) -> None:
     """Gather the cases of `output` into maps.json, and print the table."""
     files = {name: output / f"{name}.json" for name in CASES}
-    found = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    write_json(output / "maps.json", gathered(found))
+    found, stamps = gathered({name: json.loads(file.read_text()) for name, file in files.items() if file.exists()})
+    write_json(output / "maps.json", found | {"measured": stamps})
     print("| data | threshold | calls reused (exhaustive search) | speed | answers |")
     print("|---|---|---|---|---|")
     for name, case in found.items():

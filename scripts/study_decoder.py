@@ -531,14 +531,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def collect(output: Path) -> dict[str, Any]:
     """The results of all kinds of text that were studied so far."""
     files = {kind: output / f"{kind}.json" for kind in KINDS}
-    found = gathered({kind: json.loads(file.read_text()) for kind, file in files.items() if file.is_file()})
+    kinds, stamps = gathered({kind: json.loads(file.read_text()) for kind, file in files.items() if file.is_file()})
     return {
         "schema": "attmemo.study-decoder/1",
         "conditions": {key: value for key, value in conditions().items() if key != "kernel"},
         "length": LENGTH,
         "storage": "float16",
-        "kinds": {name: kind for name, kind in found.items() if name != "measured"},
-        "measured": found["measured"],
+        "kinds": kinds,
+        "measured": stamps,
     }
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attmemo.cli.console import live_line, output, size, wrapped
-from attmemo.cli.options import Json, Quiet
+from attmemo.cli.options import Json, Quiet, precision
 from attmemo.wording import counted
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def demo(
     seconds: Annotated[float, typer.Option(
         metavar="S", min=20.0, help="How long it may take in all, without the start of Python."
     )] = 75.0,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(
-        help="What all methods compute in; auto is bfloat16 where the processor multiplies it natively."
-    )] = "auto",
+    dtype: Annotated[Any, precision("What all methods compute in.")] = "auto",
     json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Show it at work on a small model.
@@ -142,14 +140,14 @@ def verdict(embedder: dict[str, Any], classifier: dict[str, Any] | None, budget:
     """The fastest method of attmemo for each use, over the original model."""
     from attmemo.profiler.race import INT8, PACKED, ROWS
 
-    calls = {PACKED: "memoize(model)", INT8: 'memoize(model, linear="int8")'} | {
-        ROWS: f"memoize(model, budget={budget:g})"
-    }
+    calls = {
+        PACKED: "memoize(model)", INT8: 'memoize(model, linear="int8")', ROWS: f"memoize(model, budget={budget:g})",
+    }  # fmt: skip
     said = []
     for use, found in (("embed", embedder), ("classify", classifier)):
-        speed = {} if found is None else {way: x for way, x in found["parts"]["all"]["speed"].items() if way in calls}
-        if speed:
-            best = max(speed, key=speed.__getitem__)
+        if found is not None:
+            speed = found["parts"]["all"]["speed"]
+            best = max(speed.keys() & calls.keys(), key=speed.__getitem__)
             said.append(f"to {use}, {calls[best]}: {speed[best]:.2f}x the original model")
     return f"Fastest of attmemo here {'; '.join(said)}."
 
@@ -170,7 +168,7 @@ def _live(race: Race) -> str:
     if guard is None:
         speeds = f"exact {found.speed[PACKED]:.1f}x, 8 bits {found.speed[INT8]:.1f}x the original model"
         return f"embedder: {found.texts} lines, {speeds}"
-    needed = None if guard["state"] == "certified" else guard["verified_needed"]
+    needed = guard["verified_needed"]
     checks = f"{guard['verified']} {'' if needed is None else f'of about {needed} '}checks"
     speeds = f"reuse {found.speed[ROWS] / found.speed[PACKED]:.1f}x exact"
     return f"classifier: {found.texts} lines, {checks}, {speeds}, {100 * found.served:.0f} % reused"

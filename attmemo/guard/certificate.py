@@ -55,18 +55,18 @@ def highest_rate(changed: int, same: int, confidence: float) -> float:
 
 
 def certifies(highest: float, could: int, requests: int, budget: float) -> bool:
-    """Whether every answer whose changes are verified may be served: `highest` is the highest rate of changed answers.
+    """Whether every answer whose changes are verified may be served, where at most `highest` of them change."""
+    return highest < 1.0 and highest * _share_served(could, requests) <= budget
 
-    Of all requests so many `could` be served: those that were, and those that were verified in place of it. A half is
-    supposed at least.
-    """
-    share = could / max(requests, 1)
-    return highest < 1.0 and highest * min(max(share, 0.5), 1.0) <= budget
+
+def _share_served(could: int, requests: int) -> float:
+    """Share of all requests that `could` be served: that were, or were verified in place of it; supposed: a half."""
+    return min(max(could / max(requests, 1), 0.5), 1.0)
 
 
 def samples_needed(changed: int, could: int, requests: int, budget: float, confidence: float) -> int | None:
     """About how many verified answers `certifies` needs in all, if no further one changes; None: too many."""
-    rate = budget / min(max(could / max(requests, 1), 0.5), 1.0)
+    rate = budget / _share_served(could, requests)
     if rate >= 1.0:  # one that did not change
         return changed + 1
     samples = range(changed + 1, _MOST_SAMPLES + 1)

@@ -379,7 +379,9 @@ class Guard:
             c = self.certificate.counts
             name = "certified" if self.stands else "alarm" if self._alarmed else "learning"
             highest = self.certificate.cost / c.requests if c.requests else 0.0
-            needed = samples_needed(c.changed, c.could, c.requests, self.budget, self.confidence)
+            needed = None  # asked for where there is a use: it takes a while, and the lock is held
+            if name != "certified":
+                needed = samples_needed(c.changed, c.could, c.requests, self.budget, self.confidence)
             return State(
                 name, needed, highest, c.copy(), self.margin.least, len(self.verified),
                 self._since, dict(self._done),

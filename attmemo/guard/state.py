@@ -14,7 +14,7 @@ class State:
     """Where a guard stands."""
 
     name: str  # "learning": evidence is collected; "certified" or "alarm"
-    needed: int | None  # verified answers, about, from which it is certified if none changes; None: too many
+    needed: int | None  # verified answers, about, from which it is certified if none changes; None: it is, or too many
     highest: float  # share of all answers that changed, at most
     counts: Counts
     margin: float

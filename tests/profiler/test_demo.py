@@ -425,7 +425,8 @@ def test_the_live_line_fits_a_terminal(tiny_bert: str) -> None:
     race.run(texts)
     assert "0 of about " in command._live(race)
     assert len(command._live(race)) < 80
-    later: Any = SimpleNamespace(laps=race.laps, guard={"state": "certified", "verified": 1234})
+    later: Any = SimpleNamespace(laps=race.laps, guard={
+        "state": "certified", "verified": 1234, "verified_needed": None})  # fmt: skip
     assert "1234 checks" in command._live(later)
     assert len(command._live(later)) < 80
     exact: Any = SimpleNamespace(laps=[Lap(99, 1, 0, 0, "", {STOCK: 2.0, PACKED: 1.0, INT8: 1.0}, {

@@ -29,6 +29,7 @@ from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.map_recorder import Capture, attention_seconds
 from attmemo.profiler.turns import Job, interleave
 from attmemo.system.machine import conditions
+from attmemo.wording import percent
 from paper.parts import limits
 from paper.parts.shapes import random_inputs, random_model
 
@@ -151,7 +152,7 @@ def bench_layer(
             overhead = (lookup_ms + max(0.0, serve_ms - clocks["ceiling"].ms)) / clocks["exact"].ms
             row |= zip(_OF_SERVED, (hit_rate, lookup_ms, serve_ms, share, overhead), strict=True)
             if hit_rate < 1.0:
-                notes.append(f"{name}: only {100 * hit_rate:.0f} % of the calls were served, so its times are mixed")
+                notes.append(f"{name}: only {percent(hit_rate)} of the calls were served, so its times are mixed")
         rows.append(row)
     where |= {
         "dtype": dtype, "storage_dtype": storage, "batch_size": batch, "max_length": length, "records": records,
