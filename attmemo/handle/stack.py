@@ -291,12 +291,12 @@ class StackMemoization(Memoization):
             self.engine.counters.failure("rows to compute are not known", error, len(tokens))
             return [len(sequence) for sequence in tokens]
 
-    def flush(self, seconds: float = 60.0) -> bool:
+    def flush(self, seconds: float = 60.0, *, verify: bool = True) -> bool:
         """Verify answers that are owed, and wait until what requests have handed over is stored, and can be found.
 
-        False: it takes longer.
+        False: it takes longer. Without `verify`, what waits for a pause between requests goes on waiting.
         """
-        if self.deferred is not None:
+        if verify and self.deferred is not None:
             self.deferred.compare_all()
         spaces = [] if self.spaces is None else self.spaces.opened()
         stores: list[GrowingRows] = [one for one in (self._store, *(own._store for own in spaces)) if one is not None]
@@ -423,7 +423,7 @@ def blocks_of(encoder: nn.Module, adapter: Adapter, reuse: str) -> Blocks:
     assert not isinstance(found, str)
     if reuse == "rows" and found.no_rows is not None:
         raise UnsupportedModelError(
-            f"reuse='rows' cannot serve {type(encoder).__name__}: {found.no_rows}.",
+            f"reuse='rows' is not for {type(encoder).__name__}: {found.no_rows}.",
             "reuse='none': its blocks run without padding, exactly",
         )
     width = found.heads * found.width
