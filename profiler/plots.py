@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from attmemo.profiler.tables import Result
@@ -25,7 +26,8 @@ BLUE, ORANGE, GREEN, GREY = "#2f6c99", "#cf7a30", "#4a8f6a", "#8fa1ac"
 PURPLE, GOLD, RED = "#9c5a8a", "#b59a2e", "#b3403a"
 STYLE: Final[dict[Any, Any]] = {
     "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.grid": True, "axes.grid.axis": "y", "axes.labelcolor": INK,
-    "axes.labelsize": 9, "axes.spines.right": False, "axes.spines.top": False, "axes.titlecolor": INK,
+    "axes.labelsize": 9, "axes.prop_cycle": cycler(color=[BLUE, ORANGE, GREEN, PURPLE, GOLD, RED, GREY]),
+    "axes.spines.right": False, "axes.spines.top": False, "axes.titlecolor": INK,
     "axes.titlelocation": "left", "axes.titlesize": 11, "grid.color": GRID,
     "legend.borderaxespad": 0.0, "legend.fontsize": 8.5, "legend.frameon": False, "legend.labelcolor": INK,
     "lines.linewidth": 1.6, "lines.markersize": 4.5, "text.color": INK, "text.parse_math": False,

@@ -33,14 +33,15 @@ import argparse
 import json
 import math
 import platform
-import re
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import torch
+from matplotlib.figure import Figure
 from measured_at import write_record
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.cache_utils import DynamicLayer
@@ -48,6 +49,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attmemo.fastseq.ops import cache_shape, multi_head_cache_attention, scale_shape
 from attmemo.kernels import cache_attention, pages
+from attmemo.profiler.plots import GREY, STYLE, png
 from attmemo.profiler.turns import Job, interleave
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -366,12 +368,13 @@ def table_of_means(means: list[dict[str, Any]]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Speedup by batch at ragged lengths over padded SDPA, for both types of queries; and int8 over float32."""
-    import matplotlib as mpl
+    with mpl.rc_context(STYLE):
+        path.write_bytes(png(_drawn(rows)))
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, (*lefts, right) = plt.subplots(1, 3, figsize=(15, 4))
+def _drawn(rows: list[dict[str, Any]]) -> Figure:
+    figure = Figure((15, 4), dpi=110, layout="constrained")
+    *lefts, right = figure.subplots(1, 3)
     top = max(max(row["speedup over"]["padded SDPA"].values()) for kind in TYPES for row in ragged_rows(rows, kind))
     for axes, kind in zip(lefts, TYPES, strict=True):
         some = ragged_rows(rows, kind)
@@ -380,8 +383,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             if name in FORMS_OF[kind]:
                 values = [row["speedup over"]["padded SDPA"][name] for row in some]
                 axes.plot(batches, values, marker="o", label=name, color=f"C{index}")
-        axes.axhline(1, color="grey", linewidth=0.8)
-        axes.axhline(3, color="grey", linewidth=0.8, linestyle=":")
+        axes.axhline(1, color=GREY, linewidth=0.8)
+        axes.axhline(3, color=GREY, linewidth=0.8, linestyle=":")
         axes.set(
             xscale="log",
             xlabel="sequences",
@@ -390,25 +393,24 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         )
         axes.set_xticks(batches, [str(batch) for batch in batches])
         axes.set_ylim(0, 1.05 * top)
-        axes.legend(fontsize=8, loc="lower right")
+        axes.legend(loc="lower right")
     rows = [row for row in rows if row["queries"] == "float32"]
     even = [row for row in rows if row["kind"] == "decode" and row["lengths"] != "128-4096"]
     for batch in sorted({row["batch"] for row in even}):
         some = [row for row in even if row["batch"] == batch]
         ratio = [row["milliseconds"]["float32"] / row["milliseconds"]["int8"] for row in some]
         right.plot([row["longest"] for row in some], ratio, marker="o", label=f"batch {batch}")
-    right.axhline(1, color="grey", linewidth=0.8)
+    right.axhline(1, color=GREY, linewidth=0.8)
     right.set(
         xscale="log", xlabel="keys of each sequence", ylabel="float32 time / int8 time", title="int8 against float32"
     )
     contexts = sorted({row["longest"] for row in even})
     right.set_xticks(contexts, [str(context) for context in contexts])
     right.set_ylim(bottom=0)
-    right.legend(fontsize=8)
+    right.legend()
     for axes in (*lefts, right):
         axes.minorticks_off()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def main() -> None:
@@ -474,13 +476,7 @@ def main() -> None:
     name = "attention-op" if options.device == "cpu" else "attention-op-gpu"
     write_record(options.output / f"{name}.json", result)
     plot(rows, options.output / f"{name}.png")
-    page = options.output / f"{name}.md"
     tables = [table([row for row in rows if row["queries"] == kind]) for kind in TYPES]
-    if page.exists():  # the page that explains the tables has them
-        left, old = iter(tables), re.compile(r"(?m)(^\| batch \|.*\n)(^\|.*\n)+")
-        text = old.sub(lambda _: next(left) + "\n", page.read_text(), count=len(tables))
-        old = re.compile(r"(?m)(^\| queries \|.*\n)(^\|.*\n)+")
-        page.write_text(old.sub(lambda _: table_of_means(mean_speedups(rows)) + "\n", text, count=1))
     print("\n\n".join([*tables, table_of_means(mean_speedups(rows))]))
     print(json.dumps(result["summary"], indent=1))
 

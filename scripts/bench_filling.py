@@ -22,10 +22,12 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import torch
 import workloads
 from bench_guard import SETTINGS, Unguarded, answered, lines_of, load
+from matplotlib.figure import Figure
 from measured_at import write_record
 from simulate_filling import Every, Unbounded, other_texts, simulate, stream
 from transformers import BertConfig, BertModel
@@ -36,6 +38,7 @@ from attmemo.db.pools.pool import Entry
 from attmemo.db.pools.segment import rounded
 from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.guard.guard import Guard
+from attmemo.profiler.plots import STYLE, png
 from attmemo.profiler.turns import alternate
 from attmemo.rows.index import DEFAULT, TokenIndex
 from attmemo.rows.token_kinds import kinds_of
@@ -84,24 +87,19 @@ def cold(shared: Path, out: Path) -> dict[str, Any]:
 
 def draw(curves: dict[str, list[float]]) -> bytes:
     """Share of rows computed over the stream, a panel for each stream, as PNG."""
-    import io
-
-    from matplotlib.figure import Figure
-
     names = sorted({name.rsplit(", ", 1)[0] for name in curves}, reverse=True)
     rows = -(-len(names) // 4)
-    figure = Figure(figsize=(13, 3 * rows), layout="constrained")
-    for place, name in enumerate(names, 1):
-        axes = figure.add_subplot(rows, 4, place)
-        for kind in ("no guard", "guard"):
-            axes.plot(curves[f"{name}, {kind}"], label=kind)
-        axes.set(title=name, ylim=(0, 1.6), xlabel="lines so far")
-        if place == 1:
-            axes.set_ylabel("tokens recomputed, share of all")
-            axes.legend()
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=120)
-    return file.getvalue()
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(13, 3 * rows), dpi=120, layout="constrained")
+        for place, name in enumerate(names, 1):
+            axes = figure.add_subplot(rows, 4, place)
+            for kind in ("no guard", "guard"):
+                axes.plot(curves[f"{name}, {kind}"], label=kind)
+            axes.set(title=name, ylim=(0, 1.6), xlabel="lines so far")
+            if place == 1:
+                axes.set_ylabel("tokens recomputed, share of all")
+                axes.legend()
+        return png(figure)
 
 
 def cost(shared: Path, _: Path) -> dict[str, Any]:

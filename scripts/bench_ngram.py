@@ -19,6 +19,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import matplotlib as mpl
 import torch
 import transformers
 from matplotlib.figure import Figure
@@ -27,6 +28,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from attmemo.fastseq.generate.ngram import EncoderNoRepeatNGram, NoRepeatNGram
+from attmemo.profiler.plots import GREEN, GREY, ORANGE, PURPLE, STYLE, png
 from attmemo.system.machine import conditions
 
 Way = Callable[[Tensor, Tensor], Tensor]
@@ -133,9 +135,14 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def draw(results: dict[str, dict[str, Any]], file: Path, device: str) -> None:
     """Bars by case, on a logarithmic scale: they are four orders of magnitude apart."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    with mpl.rc_context(STYLE):
+        file.write_bytes(png(_drawn(results, device)))
+
+
+def _drawn(results: dict[str, dict[str, Any]], device: str) -> Figure:
+    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    colors = {LOOP: "#b5b5b5", STOCK: "#d95f02", COPY: "#7570b3", KERNEL: "#1b9e77"}
+    colors = {LOOP: GREY, STOCK: ORANGE, COPY: PURPLE, KERNEL: GREEN}
     for number, way in enumerate(colors):
         places = [place + 0.2 * number for place, r in enumerate(results.values()) if way in r["milliseconds"]]
         values = [r["milliseconds"][way]["median"] for r in results.values() if way in r["milliseconds"]]
@@ -144,10 +151,9 @@ def draw(results: dict[str, dict[str, Any]], file: Path, device: str) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("ms in one generated batch (median), logarithmic")
-    axes.set_title(f"Blocking repeated n-grams, transformers {transformers.__version__}, {device}", fontsize=11)
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=9)
-    figure.savefig(file, dpi=150)
+    axes.set_title(f"Blocking repeated n-grams, transformers {transformers.__version__}, {device}")
+    axes.legend()
+    return figure
 
 
 def main() -> None:

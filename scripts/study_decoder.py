@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import matplotlib as mpl
 import numpy as np
 import torch
 from convert_stories import convert
@@ -48,6 +49,7 @@ from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.map_recorder import Capture
 from attmemo.profiler.map_trial import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, load_model
+from attmemo.profiler.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE, png
 from attmemo.profiler.train import train_database
 from attmemo.system.machine import conditions
 
@@ -426,44 +428,42 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *table(f"{head} | tokens until they part, mean", rows)])
 
 
-_INK, _BLUE, _ORANGE, _GREEN, _GREY = "#26323a", "#2f6c99", "#cf7a30", "#4a8f6a", "#b8c4cc"
-
 
 def draw(result: dict[str, Any], file: Path) -> None:
     """One row of plots for each kind: similarity by layer, perplexity and continuations against the share served."""
-    kinds = result["kinds"]
+    with mpl.rc_context(STYLE):
+        file.write_bytes(png(_drawn(result["kinds"])))
+
+
+def _drawn(kinds: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(15, 3.9 * len(kinds)), layout="constrained", dpi=110)
     grid = figure.subplots(len(kinds), 3, squeeze=False)
     for row, (kind, part) in zip(grid, kinds.items(), strict=True):
         _draw_similarity(row[0], kind, part)
         _draw_perplexity(row[1], part)
         _draw_generation(row[2], part)
-        for axes in row:
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.set_axisbelow(True)
-            axes.grid(visible=True, axis="y", color="#e3e8ec")
     figure.suptitle(
         "stories260K, chunks of 128 tokens: similarity by layer, perplexity and greedy continuations when memoized\n"
         "(points are measured, lines only join them)"
     )
-    figure.savefig(file)
+    return figure
 
 
 def _draw_similarity(axes: Any, kind: str, part: dict[str, Any]) -> None:
     by_layer = part["similarity"]["by_layer"]
     for shift, (name, color) in zip(
-        (-0.24, 0.0, 0.24), (("best", _BLUE), ("mean map", _ORANGE), ("random map", _GREY)), strict=True
+        (-0.24, 0.0, 0.24), (("best", BLUE), ("mean map", ORANGE), ("random map", GREY)), strict=True
     ):
         at = [row["layer"] + shift for row in by_layer]
         drawn = axes.violinplot([row["scores"][name] for row in by_layer], at, widths=0.22, showmedians=True)
         for body in drawn["bodies"]:
             body.set(facecolor=color, alpha=0.75)
         for line in ("cmedians", "cmins", "cmaxes", "cbars"):
-            drawn[line].set(color=_INK, linewidth=0.8)
+            drawn[line].set(color=INK, linewidth=0.8)
         axes.plot([], [], color=color, linewidth=6, label="best record" if name == "best" else name)
     found = [float(np.mean(row["scores"]["found per sequence"])) for row in by_layer]
     axes.plot(
-        [row["layer"] - 0.24 for row in by_layer], found, "o", color=_GREEN, markersize=5, label="found, mean"
+        [row["layer"] - 0.24 for row in by_layer], found, "o", color=GREEN, markersize=5, label="found, mean"
     )
     axes.set(title=f"{kind}: similarity, {part['asked']} queries", xlabel="layer", ylim=(0, 1.02))
     axes.set_ylabel("similarity score")
@@ -477,13 +477,13 @@ def _draw_perplexity(axes: Any, part: dict[str, Any]) -> None:
         points = sorted((p for p in serving["points"] if p["lookup"] == lookup), key=lambda p: p["hit_rate"])
         at = [0.0, *(100 * p["hit_rate"] for p in points)]
         for key, color, name in (
-            ("perplexity", _BLUE, "memoized"),
-            ("perplexity, mean map", _ORANGE, "mean map"),
-            ("perplexity, random map", _GREY, "random map"),
+            ("perplexity", BLUE, "memoized"),
+            ("perplexity, mean map", ORANGE, "mean map"),
+            ("perplexity, random map", GREY, "random map"),
         ):
             values = [serving["perplexity_exact"], *(p[key] for p in points)]
             axes.plot(at, values, style, color=color, marker="o", markersize=3.5, label=f"{name}, per {lookup}")
-    axes.axhline(serving["perplexity_exact"], color=_INK, linewidth=0.8, linestyle=":")
+    axes.axhline(serving["perplexity_exact"], color=INK, linewidth=0.8, linestyle=":")
     axes.set(title=f"perplexity (exact: {serving['perplexity_exact']:.2f})", xlabel="attention calls served, %")
     axes.set_ylabel("perplexity")
     if max(p["perplexity, random map"] for p in serving["points"]) > 4 * serving["perplexity_exact"]:
@@ -496,13 +496,13 @@ def _draw_generation(axes: Any, part: dict[str, Any]) -> None:
     points = sorted(part["generation"]["points"], key=lambda p: p["hit_rate"])
     at = [0.0, *(100 * p["hit_rate"] for p in points)]
     for key, color, name in (
-        ("identical", _BLUE, f"all {NEW} tokens identical"),
-        ("first_token_same", _GREEN, "first token identical"),
+        ("identical", BLUE, f"all {NEW} tokens identical"),
+        ("first_token_same", GREEN, "first token identical"),
     ):
         values = [100.0, *(100 * p[key] for p in points)]
         axes.plot(at, values, ":", color=color, marker="o", markersize=4, linewidth=1, label=name)
     own = part["generation"]["own_maps"]
-    axes.plot([100 * own["hit_rate"]], [100 * own["identical"]], "*", color=_ORANGE, markersize=11, label="own maps")
+    axes.plot([100 * own["hit_rate"]], [100 * own["identical"]], "*", color=ORANGE, markersize=11, label="own maps")
     axes.set(title="greedy continuation behind a memoized prefill", xlabel="calls of the prefill served, %")
     axes.set(ylabel="% of prompts", ylim=(-2, 104), xlim=(-3, 104))
     axes.legend(fontsize=8, frameon=False, loc="lower left")

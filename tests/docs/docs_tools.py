@@ -7,7 +7,7 @@ import io
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,7 @@ README = REPOSITORY / "README.md"
 DOCUMENTS = [README, *sorted(DOCS.glob("**/*.md")), REPOSITORY / "attmemo" / "models" / "README.md"]
 NUMBER = re.compile(r"(?<![\w.])[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?!\.?\d)(?!,\d{3})")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PLAIN = re.compile(r"[`*]")
 ENDS = {"|", "||", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&"}
-STORED = 0.005  # of the last digit's unit, beside a half: what a file holds may be rounded itself
-Row = tuple[Iterable[str], Iterable[float]]  # what the first cells begin with, and the numbers of all others
 
 
 def page(name: str) -> str:
@@ -120,28 +117,3 @@ def table_rows(text: str, header_start: str) -> list[list[str]]:
 def numbers(text: str) -> list[str]:
     """All numbers of a text as they are printed: "1,800 ms, .35" has "1,800" and ".35"."""
     return NUMBER.findall(text)
-
-
-def shows(printed: str, value: float) -> bool:
-    """If a printed number is the value, at the precision that is printed."""
-    unit = 10.0 ** -len(printed.partition(".")[2])
-    return abs(float(printed.replace(",", "").replace("−", "-")) - value) <= unit * (0.5 + STORED)
-
-
-def check_table(name: str, header_start: str, rows: Iterable[Row]) -> None:
-    """Refuse a table of a page whose rows do not begin so, or whose other cells have other numbers."""
-    for cells, (first, values) in zip(table_rows(page(name), header_start), rows, strict=True):
-        begin, expected = list(first), list(values)
-        for cell, label in zip(cells, begin, strict=False):
-            assert PLAIN.sub("", cell).startswith(PLAIN.sub("", label))
-        printed = [number for cell in cells[len(begin) :] for number in numbers(cell)]
-        assert len(printed) == len(expected), f"{cells[0]}: printed {printed}, measured {expected}"
-        pairs = zip(printed, expected, strict=True)
-        wrong = [f"printed {number}, measured {value}" for number, value in pairs if not shows(number, value)]
-        assert not wrong, f"{cells[0]}: {'; '.join(wrong)}"
-
-
-def only(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    """The one row that has these values."""
-    (row,) = (row for row in rows if wanted.items() <= row.items())
-    return row

@@ -97,6 +97,11 @@ def test_measured_tables_take_the_place_of_older_ones_and_of_nothing_else(marked
     file.write_text("# Words\n\n" + file.read_text() + "\nmore words\n")
     marked.replace_measured(file, "| b |\n")
     assert file.read_text() == f"# Words\n\n{marked.BEGIN}\n\n| b |\n\n{marked.END}\n\nmore words\n"
+    marked.replace_measured(file, "| c |")
+    file.write_text(file.read_text() + "".join(f"{line}\n" for line in marked.marks("other")))
+    marked.replace_measured(file, "| d |", "other")
+    assert marked.marked(file.read_text()) == "| c |"
+    assert marked.marked(file.read_text(), "other") == "| d |"
     file.write_text("no marks")
     with pytest.raises(ValueError, match="expected one line"):
         marked.replace_measured(file, "| c |")

@@ -1,0 +1,1 @@
+"""Tables of result pages, made from the JSON files in docs/."""
