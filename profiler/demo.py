@@ -193,6 +193,8 @@ def run_demo(
         embedder = _embedder(loaded, exact, peers)
         embedder.warm_up(stream.seen[0])
         embedder.run_all(stream, EMBEDDER * left, after)
+    if not peers and not notes:
+        notes = ["no other runtime is installed: pip install openvino nncf onnxruntime onnx onnxscript"]
     notes += [f"{way} took part until it failed: {why}" for way, why in embedder.failed.items()]
     tell("comparing neighbours")
     found: dict[str, Any] = {"embedder": embedder.result() | {"neighbours": _quality(name, dtype, stream, embedder)}}

@@ -101,11 +101,12 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
     half = [one["rows at half load"]["over exact"]["second half"] for one in streams]
     return "\n".join([
         *lines, "",
-        f"all-MiniLM-L6-v2, {run['model']['dtype']}, {machine_of(run['conditions'])}, {run['stream']['name']} log "
-        f"lines as they came; peer: {makers} ([peers.json](docs/peers.json), {commits([run])}).",
-        f"With reuse, {len(streams)} streams that begin with nothing stored take {min(full):.2f} to {max(full):.2f} "
-        f"times as long as exact without pauses; with pauses {min(half):.2f} to {max(half):.2f}, in their second half "
-        f"([{name}](docs/{name}), commit {workloads['commit']}).",
+        f"{MODELS[run['model']['name']]}, {run['model']['dtype']}, {machine_of(run['conditions'])}, "
+        f"{run['stream']['name']} log lines as they came; peers: {makers} ([peers.json](docs/peers.json), "
+        f"{commits([run])}).",
+        f"Of {len(streams)} streams, nothing stored at first, reuse takes {min(full):.2f} to {max(full):.2f} times as "
+        f"long as exact without pauses, {min(half):.2f} to {max(half):.2f} with pauses (second half; "
+        f"[{name}](docs/{name}), commit {workloads['commit']}).",
     ])  # fmt: skip
 
 
@@ -118,8 +119,9 @@ def commits(runs: Iterable[Run]) -> str:
 
 
 def benchmarks(peers: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The tables of docs/measured.md; `other`: runs on a processor of another kind."""
+    """The tables of docs/measured.md; `other`: one run on a processor of another kind."""
     runs = [run for run in peers["runs"] if run["model"]["dtype"] == "bfloat16" and "failed" not in run]
+    (beside,) = other["runs"]
     lines = [
         "| model | batch | exact | best exact peer | 8 bits | best peer within the budget |",
         "|---|---|---|---|---|---|",
@@ -142,9 +144,9 @@ def benchmarks(peers: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         *lines, "", *(f"* {'; '.join(names)}: {title}." for title, names in places.items()),
         f"* {len(runs)} runs, bfloat16, of the streams {', '.join(streams)}; {commits(runs)}.",
         f"* Fastest of all, sorted texts and caches included: {_winners(judged)}.",
-        "", f"The first page's table, {machine_of(first_run(other)['conditions'])} "
-        f"([peers-avx512.json](peers-avx512.json), {commits(other['runs'])}):",
-        "", *first_table(first_run(other))[0],
+        "", f"{MODELS[beside['model']['name']]}, {machine_of(beside['conditions'])}, {beside['stream']['name']} "
+        f"([peers-avx512.json](peers-avx512.json), {commits([beside])}):",
+        "", *first_table(beside)[0],
     ])  # fmt: skip
 
 

@@ -25,7 +25,7 @@ MODELS = {
     "bge-small": "BGE-small shape, random weights", "modernbert-base": "ModernBERT-base shape, random weights",
     "qwen3-embedding": "Qwen3-Embedding-0.6B shape, 6 of 28 layers, random weights",
 }  # fmt: skip
-FIRST = ("minilm", "OpenSSH", "bfloat16")
+FIRST = ("deberta-loghub", "OpenSSH", "bfloat16")
 """The pair and the float type of README.md."""
 PAGES = {
     "minilm": ("OpenSSH", "banking77", "IMDB"), "deberta-loghub": ("OpenSSH", "IMDB"),

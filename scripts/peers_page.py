@@ -176,6 +176,16 @@ def _margin(one: Any) -> str:
     return f"batch {one.batch}: {title_of(first)} {ratio:.2f} times {title_of(second)}"
 
 
+def _filled(title: str, head: str, rows: list[tuple[str, ...]]) -> list[str]:
+    """A title and a table, without columns that say nothing; nothing, if only the first one says something."""
+    names, columns = [name.strip() for name in head.split("|")], list(zip(*rows, strict=True))
+    kept = [place for place, column in enumerate(columns) if not set(column) <= {"–", "none"}]
+    if len(kept) < 2:
+        return []
+    shown = ([row[place] for place in kept] for row in rows)
+    return [title, *table(" | ".join(names[place] for place in kept), shown)]
+
+
 def _cell(run: Run, path: str, size: int) -> Mapping[str, Any] | None:
     """The cell of a path in the order of arrival, if it has a number."""
     for cell in run["cells"]:
@@ -206,7 +216,7 @@ def _place(run: Run, one: Any) -> str:
 
 
 def _named(cell: Mapping[str, Any] | None, key: Callable[[Mapping[str, Any] | None], str]) -> str:
-    return "–" if cell is None else f"{title_of(cell)} {key(cell)}"
+    return "none" if cell is None else f"{title_of(cell)} {key(cell)}"
 
 
 def _late_too(cell: Mapping[str, Any] | None) -> str:
@@ -226,9 +236,11 @@ def _speeds(group: list[Run]) -> str:
         ))  # fmt: skip
         second.append((_place(run, one), _speed(maps), _named(cache, _speed), _named(one.beyond, _speed)))
     return "\n".join([
-        "Speed:\n", *table("stream, batch | best peer | exact | 8 bits | reuse | reuse, 8 bits", first),
-        "Speed of what is not attmemo's default, and of what changes more than the budget:\n",
-        *table("stream, batch | reuse of maps | cache | faster, but changes too much", second),
+        *_filled("Speed:\n", "stream, batch | best peer | exact | 8 bits | reuse | reuse, 8 bits", first),
+        *_filled(
+            "Speed of what is not attmemo's default, and of what changes more than the budget:\n",
+            "stream, batch | reuse of maps | cache | faster, but changes too much", second,
+        ),
     ])  # fmt: skip
 
 
@@ -241,7 +253,7 @@ def _qualities(group: list[Run]) -> str:
         )
         rows.append((_place(run, one), _quality(one.peer), *map(_quality, (none8, rows4, rows8, maps))))
     head = "stream, batch | best peer | 8 bits | reuse | reuse, 8 bits | reuse of maps"
-    return "\n".join(["Answers, changed:\n", *table(head, rows)])
+    return "\n".join(_filled("Answers, changed:\n", head, rows))
 
 
 def _methods(group: list[Run]) -> str:
@@ -252,7 +264,9 @@ def _methods(group: list[Run]) -> str:
         every = [cell for own in cells.values() for cell in own]
         if not every:
             continue
-        speeds = (f"{statistics.median(cell['speed'] for cell in own):.2f}" if own else "–" for own in cells.values())
+        speeds = (
+            f"{statistics.median(cell['speed'] for cell in own):.2f}" if own else "left out" for own in cells.values()
+        )
         worst = max(every, key=lambda cell: (cell["quality"]["changed"], -cell["quality"].get("cosine_p1", 0.0)))
         rows.append((route.title, *speeds, _quality(worst)))
     head = f"method | {' | '.join(f'batch {size}' for size in sizes)} | changed, at most"

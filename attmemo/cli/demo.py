@@ -148,7 +148,10 @@ def verdict(embedder: dict[str, Any], classifier: dict[str, Any] | None, budget:
         if found is not None:
             speed = found["parts"]["all"]["speed"]
             best = max(speed.keys() & calls.keys(), key=speed.__getitem__)
-            said.append(f"to {use}, {calls[best]}: {speed[best]:.2f}x the original model")
+            if speed[best] > 1.0:
+                said.append(f"to {use}, {calls[best]}: {speed[best]:.2f}x the original model")
+    if not said:
+        return "No method of attmemo is faster than the original model here: attmemo advise looks at your own model."
     return f"Fastest of attmemo here {'; '.join(said)}."
 
 

@@ -1,4 +1,4 @@
-"""`attmemo families`: which models can be served, and why one cannot."""
+"""`attmemo families`: which models attmemo supports, and why one is not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def families(
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """List the families that can be served, or ask about a model.
+    """List the families that attmemo supports, or ask about a model.
 
     A model is known by how its attention modules are built and not by its name. When it is memoized its own output is
     reproduced from its own maps first, so a lookalike is refused before anything is changed.

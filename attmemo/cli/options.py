@@ -114,8 +114,8 @@ LoadedIn = Annotated[Precision, precision("What the model is loaded in.")]
 Budget = Annotated[float, share("Share of answers that may change.")]
 MaxLength = Annotated[int | None, count("Cut texts to this many tokens.  [default: the model's most]")]
 Near = Annotated[int | None, count(
-    "Of rows: neighbours that are computed beside a token that the record lacks.  [default: 1; for guarded classes 0 "
-    "where only numbers changed]", 0,
+    "Of rows: neighbours that are recomputed beside a token that the record lacks.  [default: 1; for guarded classes "
+    "0 where only numbers changed]", 0,
 )]  # fmt: skip
 MostMoved = Annotated[int | None, count(
     "Of rows: how far a token may have moved between a record and a text.  [default: any distance]", 0

@@ -80,8 +80,8 @@ def serve(
     )] = AUTO,
     near: Annotated[int | None, _named(
         "ATTMEMO_NEAR",
-        "Of rows: neighbours of each changed token that are computed too, on both sides; more bring answers nearer to "
-        "the exact ones.  [default: as attmemo.memoize chooses]", metavar="N", min=0, show_default=False,
+        "Of rows: neighbours of each changed token that are recomputed too, on both sides; more bring answers nearer "
+        "to the exact ones.  [default: as attmemo.memoize chooses]", metavar="N", min=0, show_default=False,
     )] = None,
     max_bytes: Annotated[Any, _named(
         "ATTMEMO_MAX_BYTES", "Bytes that new records may take: 8GiB, 500MB.  [default: an eighth of the free memory]",

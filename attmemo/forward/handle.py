@@ -143,7 +143,7 @@ class Memoization(ABC):
         Raises
         ------
         AttmemoError
-            One takes longer. The model is served as before.
+            One takes longer. The model stays memoized.
         """
         if self._hooks and self._followers:
             while not isinstance(hook := self._hooks.pop(), ModelHook):
@@ -153,7 +153,7 @@ class Memoization(ABC):
                 self._begin()
                 raise AttmemoError(
                     f"another thread has been in a forward of {type(self.host).__name__} for more than {seconds:g} s: "
-                    "its blocks cannot be put back meanwhile, so the model is served as before.",
+                    "its blocks cannot be put back meanwhile, so the model stays memoized.",
                     "end that forward, then call it again",
                 )
         while self._hooks:

@@ -31,7 +31,7 @@ def not_served(what: str, engine: Engine) -> AdapterCheckError:
         hint = f"model.config.{counters.reason()} = False, and give it to the calls that want them"
     elif reason in counters.ineligible:
         hint = "undo that, and call memoize again; or leave the model unmemoized"
-    return AdapterCheckError(f"{what} cannot be served: {reason}.", hint)
+    return AdapterCheckError(f"{what} cannot be answered: {reason}.", hint)
 
 
 def enable_within(handle: Handle, stack: ExitStack) -> None:

@@ -78,15 +78,15 @@ def _check_reach(encoder: nn.Module, blocks: Blocks, reuse: EqualName) -> None:
         if blocks.reach is None:
             why = "its tokens see all tokens before them" if blocks.causal else "some of its layers are not local"
             raise UnsupportedModelError(
-                f"reuse='local' cannot serve {name}: {why}.", "reuse='prefix'" if blocks.causal else similar
+                f"reuse='local' is not for {name}: {why}.", "reuse='prefix'" if blocks.causal else similar
             )
         return
     if not blocks.causal:
         raise UnsupportedModelError(
-            f"reuse='prefix' cannot serve {name}: its tokens see those behind them, so nothing that begins alike is "
+            f"reuse='prefix' is not for {name}: its tokens see those behind them, so nothing that begins alike is "
             "equal.",
             similar if blocks.reach is None else "reuse='local': all of its layers are local",
         )
     if not blocks.has_prefixes:
-        what = f"reuse='prefix' cannot serve {name}: prefixes of its family are not proven."
+        what = f"reuse='prefix' is not for {name}: prefixes of its family are not proven."
         raise UnsupportedModelError(what, "reuse='none': its blocks run without padding, exactly")

@@ -49,7 +49,7 @@ def check_serving(handle: MapHandle, reuse: Maps, model: nn.Module, sites: Seque
     inputs, lengths = _doubled(*adapter.sample(model))
     hits = (0, 3) if len(lengths) == 4 else (0,)  # one of each length
     form = next(kind.dtype for kind in handle.store.manifest.kinds if kind.name == KIND_MAP)
-    with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
+    with checking(model, "a small batch cannot be answered") as stack, torch.inference_mode():
         maps = _maps(adapter, model, sites, inputs, lengths)
         stored = {key: pack(apm, form, adapter.causal) for key, apm in maps.items()}
         stack.callback(setattr, reuse, "source", reuse.source)
@@ -141,7 +141,7 @@ class _Check:
         given |= {adapter.cache_name: None} if adapter.cache_name in given else {}
         call = adapter.read(module, (), given)
         if isinstance(call, str):
-            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be served: {call}.", UNKNOWN)
+            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be answered: {call}.", UNKNOWN)
         seen, plain = adapter.output_of(returned), adapter.output_of(exact(**given))
         for sequence, n in enumerate(self._lengths):
             hidden, expected = call.hidden[sequence, :n], plain[sequence, :n]

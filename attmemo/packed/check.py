@@ -145,7 +145,7 @@ def check_stack(handle: Handle, adapter: Adapter, model: nn.Module, packed: Pack
     inputs, lengths = adapter.sample(model)
     host = adapter.host(model)
     places = places_of(lengths, max(lengths))
-    with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
+    with checking(model, "a small batch cannot be answered") as stack, torch.inference_mode():
         expected = _rows(host(**inputs)[0], places)
         enable_within(handle, stack)
         seen = _rows(host(**inputs)[0], places)
@@ -174,7 +174,7 @@ def check_whole(handle: Handle, adapter: Adapter, model: nn.Module, dtype: torch
     if adapter.embeddings(model) is None:
         return None
     try:
-        with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
+        with checking(model, "a small batch cannot be answered") as stack, torch.inference_mode():
             enable_within(handle, stack)
             parts = parts_of(adapter, model, dtype, host(**adapter.sample(model)[0]))
             if parts is None:

@@ -29,7 +29,7 @@ def reads_first_row(handle: Handle, adapter: Adapter, model: nn.Module) -> bool:
     assert isinstance(stack, Stack)
 
     def answers(first: bool) -> tuple[list[Tensor], int]:
-        with checking(model, "a small batch cannot be served") as undo, torch.inference_mode():
+        with checking(model, "a small batch cannot be answered") as undo, torch.inference_mode():
             enable_within(handle, undo)
             forward = undo.enter_context(handle.engine.open(first=first))
             return tensors_in(model(**inputs)) or [], forward.firsts

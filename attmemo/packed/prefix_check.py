@@ -29,7 +29,7 @@ def check_prefixes(handle: Handle, adapter: Adapter, model: nn.Module, packed: P
     host, inputs = adapter.host(model), _sample(adapter, model)
     valid = inputs["attention_mask"].bool()
     rows = sum(_LENGTHS) - 2 * CUT
-    with checking(model, "sequences that begin alike cannot be served") as stack, torch.inference_mode():
+    with checking(model, "sequences that begin alike cannot be answered") as stack, torch.inference_mode():
         expected = host(**inputs)[0][valid]
         enable_within(handle, stack)
         before = handle.engine.counters.done.rows

@@ -35,7 +35,7 @@ def check_local(
     inputs = inputs_of(config, [length if most is None else min(length, int(most))])
     other = {name: value.clone() for name, value in inputs.items()}
     other["input_ids"][0, -1] = (other["input_ids"][0, -1] + 1) % int(config.vocab_size)
-    with checking(model, "a text that was edited cannot be served") as stack, torch.inference_mode():
+    with checking(model, "a text that was edited cannot be answered") as stack, torch.inference_mode():
         expected = host(**other)[0]
         enable_within(handle, stack)
         host(**inputs)

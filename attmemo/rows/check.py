@@ -46,7 +46,7 @@ def check_rows(
         name: torch.cat([value, value.roll(1, -1) if name == "input_ids" else value]) for name, value in inputs.items()
     }
     several = lengths + lengths
-    with checking(model, "a small batch cannot be served from records") as stack, torch.inference_mode():
+    with checking(model, "a small batch cannot be answered from records") as stack, torch.inference_mode():
         host = adapter.host(model)
         enable_within(handle, stack)
         found: list[Record] = []

@@ -403,7 +403,7 @@ class GrowingRows(RowStore):
             if record in self.index:
                 self.index.remove(record)  # the file is left to `attmemo check`
             number = kept.number
-            self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
+            self._tell(DAMAGED, f"record {number} is damaged and is not used; attmemo check lists all that are")
             raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
         self._sound[record] = kept.segment.number
 

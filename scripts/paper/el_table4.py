@@ -60,7 +60,7 @@ def caption(found: Found) -> str:
     return (
         "BART-large, float16, 4 beams, cross-attention states alone, by the planner's formula; the allocated bytes "
         f"are those of a run in float32 with batch {own['batch']} and {own['length']:,} source tokens "
-        "(scripts/bench_fastseq.py, [fastseq-bench.md](fastseq-bench.md))."
+        "(scripts/bench_fastseq.py, [fastseq in full](fastseq-bench.md))."
     )
 
 

@@ -40,7 +40,7 @@ def where(found: Found) -> str:
     return (
         f"{seen['processor']}, {seen['threads']} threads, {seen['dtype']}, torch {seen['torch']}, transformers "
         f"{seen['transformers']}, random weights, n-gram 3, text in to text out (scripts/bench_fastseq.py, "
-        "[fastseq-bench.md](fastseq-bench.md))"
+        "[fastseq in full](fastseq-bench.md))"
     )
 
 

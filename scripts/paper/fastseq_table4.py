@@ -64,7 +64,7 @@ def why(found: Found) -> str:
         "ROUGE compares texts with references. Equal texts have equal ROUGE, so that the stricter question is "
         "asked here: is it the same text? Weights are random, which makes ties and near-ties likelier than in a "
         "trained model. The tests compare tokens and scores of every step for eighteen families "
-        "([fastseq.md](fastseq.md))."
+        "([fastseq](fastseq.md))."
     )
 
 

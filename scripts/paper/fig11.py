@@ -66,7 +66,7 @@ def why(found: Found) -> str:
         f"Of {found['stored']:,} records {found['records_used']} are used at all by {found['found']} queries. Free "
         "sentences have no template, so that each query has a nearest record of its own: the paper concludes that the "
         "database must be large. For lines made of templates the opposite holds: few records serve almost everything "
-        "([filling.md](filling.md))."
+        "([a database that fills itself](filling.md))."
     )
 
 

@@ -72,7 +72,7 @@ def why(found: Found) -> str:
         f"At {last['length']} tokens only {percent(last['share_of_valid_tokens'])} of an input is text. From 32 "
         "tokens on the similarity of padded maps grows with the share of padding; over valid tokens it does not "
         "grow, since no sentence has more tokens than fit. At 16 tokens most sentences are cut, and nothing is "
-        "padded. Longer text, without padding, is another question ([measured.md](measured.md))."
+        "padded. Longer text, without padding, is another question ([benchmarks](measured.md))."
     )
 
 

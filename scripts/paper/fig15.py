@@ -48,7 +48,7 @@ def caption(found: Found) -> str:
     return (
         f"stories260K (Llama, 5 layers), chunks of {found['length']} tokens without padding, stored / asked: "
         f"{counts}; exhaustive search, all heads; {found['conditions']['threads']} thread "
-        "(scripts/study_decoder.py, [study-decoder.md](study-decoder.md)). Paper: LLaMA-7B, SST-2 in 2,048 tokens, "
+        "(scripts/study_decoder.py, [a decoder's prefill](study-decoder.md)). Paper: LLaMA-7B, SST-2 in 2,048 tokens, "
         "2,778 stored, 288 asked."
     )
 

@@ -119,7 +119,7 @@ def why(found: Found) -> str:
         "The specification gives no speeds. Nothing differs but what we mean to differ: a query whose mask leaves "
         f"no key gives zeros here, and not NaN. On ragged batches the operator is {speed['padded, enable_gqa']} "
         f"times as fast as padded SDPA as it is usually called, and {speed['padded, packed']} times as fast as its "
-        "fastest form, in float32 ([attention-op.md](attention-op.md))."
+        "fastest form, in float32 ([the attention operator](attention-op.md))."
     )
 
 

@@ -61,7 +61,7 @@ def caption(found: Found) -> str:
         f"minilm-sst2, {percent(found['pruning']['sparsity'])} of the weights of its linear layers pruned by "
         f"magnitude; {found['data']['stored']:,} phrases stored, {found['data']['asked']} dev sentences, one lookup "
         f"a sequence, gate off, valid tokens; {seen['threads']} thread, torch {seen['torch']} "
-        "(scripts/study_pruned.py, [study-pruned.md](study-pruned.md)). Times: the first "
+        "(scripts/study_pruned.py, [a pruned classifier](study-pruned.md)). Times: the first "
         f"{times['texts']} sentences in batches of {times['batch_size']}, {times['threads']} threads, load "
         f"{times['load']:g} before."
     )

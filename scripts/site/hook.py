@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import http_api
 from mkdocs.structure.files import File, Files
 from pathspec.gitignore import GitIgnoreSpec
 
@@ -139,6 +140,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     for path, text in texts.items():
         if path in documents:
             files.remove(documents[path])
+        text = text.replace(http_api.MARK, http_api.markdown(http_api.document())) if http_api.MARK in text else text
         shown = narrow(moved(path, text)) if path.endswith(".md") else text
         if path == TUTORIAL:
             files.append(File.generated(config, NOTEBOOK, content=notebook(shown)))

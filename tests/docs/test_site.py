@@ -72,6 +72,14 @@ def test_every_document_is_a_page(site: Path) -> None:
     assert (site / "index.html").exists()
 
 
+def test_the_reference_has_every_route_of_the_service(site: Path) -> None:
+    text = (site / "http-api.html").read_text(encoding="utf-8")
+    for route in ("POST /embed", "POST /v1/embeddings", "POST /rerank", "POST /spans", "GET /metrics"):
+        assert f">{route}<" in text
+    assert "openapi -->" not in text
+    assert "<code>inputs</code>" in text
+
+
 def test_no_page_loads_anything_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     loaded = {load for page in pages.values() for load in page.loads}
     assert any(load.endswith(".css") for load in loaded)

@@ -215,7 +215,7 @@ class TestTheSelfCheckRunsThePathThatServes:
             return real(self, args, kwargs, rows, cache)
 
         monkeypatch.setattr(BertAdapter, "take_rows", wrong)
-        with pytest.raises(AdapterCheckError, match=r"a miss beside hits differs|cannot be served"):
+        with pytest.raises(AdapterCheckError, match=r"a miss beside hits differs|cannot be answered"):
             serve(model, bert_database)
 
     def test_a_lost_output_is_noticed_and_changes_nothing(

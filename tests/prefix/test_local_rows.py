@@ -185,7 +185,7 @@ def test_a_model_with_a_layer_that_sees_all_is_refused_by_name() -> None:
         memoize(MODELS["ModernBERT"](), reuse="local")
     with pytest.raises(UnsupportedModelError, match="Qwen3Model: its tokens see all tokens before them"):
         memoize(GATED["Qwen3"](), reuse="local")
-    with pytest.raises(UnsupportedModelError, match="cannot serve ModernBertModel: its tokens see those behind"):
+    with pytest.raises(UnsupportedModelError, match="is not for ModernBertModel: its tokens see those behind"):
         memoize(make("ModernBERT"), reuse="prefix")
 
 

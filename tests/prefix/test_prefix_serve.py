@@ -166,7 +166,7 @@ def test_a_forked_child_begins_anew_and_the_parent_goes_on() -> None:
 
 def test_a_model_whose_tokens_see_those_behind_is_refused_by_name() -> None:
     model: Any = MODELS["BERT"]()
-    with pytest.raises(UnsupportedModelError, match="cannot serve BertModel: its tokens see those behind them"):
+    with pytest.raises(UnsupportedModelError, match="is not for BertModel: its tokens see those behind them"):
         memoize(model, reuse="prefix")
     assert "attmemo" not in model.__dict__
 

@@ -286,7 +286,7 @@ class TestFailure:
             with pytest.raises(DatabaseError, match="does not match its checksum"):
                 store.fetch(numbers(1, 0))
         assert held(store, 2) == [1]
-        assert caplog.text.count("is damaged and is not served") == 1
+        assert caplog.text.count("is damaged and is not used") == 1
         assert torch.equal(fetched(store.fetch(numbers(1)), 0)[0], record(1)[1])
 
     def test_a_record_of_another_shape_is_not_served(self) -> None:
