@@ -77,7 +77,7 @@ def first_table(run: Run) -> tuple[list[str], list[str]]:
     """The lines of the table of README.md, and the best peers in it."""
     rows = [
         ("exact: `memoize(model)`", "none", "speed", True), ("8 bits: `linear=\"int8\"`", "none-int8", "speed", False),
-        ("reuse, 1 % budget, last third of the lines", "rows", "late_speed", False),
+        ("reuse, 1 % budget, checks in pauses, last third", "rows", "late_speed", False),
     ]  # fmt: skip
     head = " | ".join(f"batch {size}" for size in run["batch"])
     lines = [f"| speed (best peer), original model = 1 | {head} |", "|---|" + 3 * "---|"]
@@ -112,7 +112,7 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
 
 def commits(runs: Iterable[Run]) -> str:
     """The commits that runs were measured with."""
-    found = {run["conditions"].get("version", "") for run in runs}
+    found = {one.get("version", "") for run in runs for one in (run["conditions"], *run.get("joined", []))}
     known = sorted(found - {""})
     unknown = ["commit not recorded"] if "" in found else []
     return "; ".join([f"commit{'s' * (len(known) > 1)} {', '.join(known)}"] * bool(known) + unknown)

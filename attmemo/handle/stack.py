@@ -291,12 +291,12 @@ class StackMemoization(Memoization):
             self.engine.counters.failure("rows to compute are not known", error, len(tokens))
             return [len(sequence) for sequence in tokens]
 
-    def flush(self, seconds: float = 60.0, *, verify: bool = True) -> bool:
+    def flush(self, seconds: float = 60.0) -> bool:
         """Verify answers that are owed, and wait until what requests have handed over is stored, and can be found.
 
-        False: it takes longer. Without `verify`, what waits for a pause between requests goes on waiting.
+        False: it takes longer.
         """
-        if verify and self.deferred is not None:
+        if self.deferred is not None:
             self.deferred.compare_all()
         spaces = [] if self.spaces is None else self.spaces.opened()
         stores: list[GrowingRows] = [one for one in (self._store, *(own._store for own in spaces)) if one is not None]

