@@ -193,9 +193,13 @@ def _compiled(order: Order) -> Ready:
 
 
 def memoize_rows(
-    loaded: LoadedModel, budget: float, linear: LinearName = "exact", answer: AnswerRule | None = None
-) -> Any:
-    """Memoize a model as a user does, guarded, with nothing stored; its handle."""
+    loaded: LoadedModel, budget: float, linear: LinearName = "exact", answer: AnswerRule | None = None,
+    pauses: bool = False,
+) -> Any:  # fmt: skip
+    """Memoize a model as a user does, guarded, with nothing stored; its handle.
+
+    `pauses`: the caller makes pauses, and calls `flush` in them.
+    """
     rule = answer or ANSWERS.get("class" if loaded.kind == "classifier" else loaded.pooling or "mean")
     if rule is None:
         raise AttmemoError(f"answers pooled by {loaded.pooling} cannot be guarded.", "give a model pooled by mean")
@@ -203,7 +207,8 @@ def memoize_rows(
         loaded.model, database=":memory:", reuse="rows", budget=budget, answer=rule, min_cosine=MIN_COSINE,
         tokenizer=loaded.tokenizer, linear=linear,
     )  # fmt: skip
-    model.attmemo.deferred.idle.close()  # else it would verify while other paths are timed
+    if not pauses:
+        model.attmemo.deferred.idle.close()  # else it would verify while other paths are timed
     return model.attmemo
 
 
@@ -221,7 +226,7 @@ def _rows(linear: LinearName, order: Order) -> Ready:
     loaded = order.load()
     with torch.inference_mode():
         way_of(loaded)(order.first[:_SAMPLE])  # warm, but nothing learned
-    return Ready(way_of(loaded), memoize_rows(loaded, order.budget, linear))
+    return Ready(way_of(loaded), memoize_rows(loaded, order.budget, linear, pauses=True))
 
 
 def _runtime(read: Callable[[Path, str], runtimes.Asked], file: str, order: Order) -> Ready:
