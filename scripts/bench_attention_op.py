@@ -1,8 +1,10 @@
-"""Measure the attention operator against padded SDPA, and write docs/attention-op.json, two tables and a plot.
+"""Measure the attention operator against padded SDPA, and write docs/attention-op.json and a plot.
 
     python scripts/bench_attention_op.py docs                   # about ten minutes on two cores
     python scripts/bench_attention_op.py docs --quick           # fewer repetitions, smaller batches
-    python scripts/bench_attention_op.py docs --device cuda     # on a GPU: docs/attention-op-gpu.json, tables printed
+    python scripts/bench_attention_op.py docs --device cuda     # on a GPU: docs/attention-op-gpu.json
+
+`scripts/result_pages.py` puts the tables into docs/attention-op.md.
 
 Heads as in Llama 3: 32 query heads on 8 key heads of 128 elements; one layer. *Decode*: one new token each.
 *Mixed*: one sequence of the batch is a prompt of 512 tokens, behind 1024 in the cache, the others decode.

@@ -7,7 +7,8 @@ FastSeq (arXiv 2106.04718, Table 3) compares with the Python loops that transfor
 original of today counts. For n-grams of the source it still loops.
 
 A row is the sum over all steps of one batch. All ways do each step in turn, on the same scores, so that changes of the
-machine's speed hit all. The batch is repeated, and the median of its sums is taken. Writes OUTPUT.json and .png.
+machine's speed hit all. The batch is repeated, and the median of its sums is taken. Writes OUTPUT.json and .png;
+`scripts/result_pages.py` makes the tables.
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ def _drawn(results: dict[str, dict[str, Any]], device: str) -> Figure:
     axes.set_xscale("log")
     axes.set_xlabel("ms in one generated batch (median), logarithmic")
     axes.set_title(f"Blocking repeated n-grams, transformers {transformers.__version__}, {device}")
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
     axes.legend()
     return figure
 

@@ -73,11 +73,11 @@ def workloads_of(run: Run) -> str:
     return "workloads-amx.json" if "amx_bf16" in run["conditions"]["features"] else "workloads.json"
 
 
-def first_table(run: Run) -> tuple[list[str], list[str]]:
-    """The lines of the table of README.md, and the best peers in it."""
+def first_table(run: Run, checks: str) -> tuple[list[str], list[str]]:
+    """The lines of the table of README.md, and the best peers in it; `checks`: when a guard's checks ran."""
     rows = [
         ("exact: `memoize(model)`", "none", "speed", True), ("8 bits: `linear=\"int8\"`", "none-int8", "speed", False),
-        ("reuse, 1 % budget, checks in pauses, last third", "rows", "late_speed", False),
+        (f"reuse, 1 % budget, checks {checks}, last third", "rows", "late_speed", False),
     ]  # fmt: skip
     head = " | ".join(f"batch {size}" for size in run["batch"])
     lines = [f"| speed (best peer), original model = 1 | {head} |", "|---|" + 3 * "---|"]
@@ -94,7 +94,7 @@ def first_table(run: Run) -> tuple[list[str], list[str]]:
 def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
     """The numbers of README.md."""
     run = first_run(peers)
-    name, (lines, names) = workloads_of(run), first_table(run)
+    name, (lines, names) = workloads_of(run), first_table(run, "in pauses")
     makers = ", ".join(sorted({name.split()[0] for name in names}))
     streams = list(workloads["streams"].values())
     full = [time for one in streams for time in one["rows"]["over exact"].values()]
@@ -104,7 +104,7 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
         f"{MODELS[run['model']['name']]}, {run['model']['dtype']}, {machine_of(run['conditions'])}, "
         f"{run['stream']['name']} log lines as they came; peers: {makers} ([peers.json](docs/peers.json), "
         f"{commits([run])}).",
-        f"Of {len(streams)} streams, nothing stored at first, reuse takes {min(full):.2f} to {max(full):.2f} times as "
+        f"On {len(streams)} streams, nothing stored at first, reuse takes {min(full):.2f} to {max(full):.2f} times as "
         f"long as exact without pauses, {min(half):.2f} to {max(half):.2f} with pauses (second half; "
         f"[{name}](docs/{name}), commit {workloads['commit']}).",
     ])  # fmt: skip
@@ -146,7 +146,7 @@ def benchmarks(peers: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         f"* Fastest of all, sorted texts and caches included: {_winners(judged)}.",
         "", f"{MODELS[beside['model']['name']]}, {machine_of(beside['conditions'])}, {beside['stream']['name']} "
         f"([peers-avx512.json](peers-avx512.json), {commits([beside])}):",
-        "", *first_table(beside)[0],
+        "", *first_table(beside, "in requests")[0],
     ])  # fmt: skip
 
 

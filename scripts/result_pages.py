@@ -11,9 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+import bench_answers
 from marked import replace_measured
 from results import filling, generation, guard, speed
-from results.files import DOCS
+from results.files import DOCS, measured
 
 Table = Callable[[], list[str]]
 PAGES: Final[dict[str, dict[str, Table]]] = {
@@ -26,7 +27,11 @@ PAGES: Final[dict[str, dict[str, Table]]] = {
         "cold": filling.cold, "costs": filling.costs, "soon": filling.soon, "admitted": filling.admitted,
         "bounded": filling.bounded,
     },
-    "decisions.md": {"in a GiB": filling.in_a_gib},
+    "decisions.md": {"slots": filling.in_a_gib},
+    "answers-measured.md": {
+        "orders": lambda: bench_answers.table_of_orders(measured("answers.json")),
+        "forms": lambda: bench_answers.table_of_forms(measured("answers.json")),
+    },
     "measured.md": {"reuse": speed.reuse},
     "service-measured.md": {
         "float32": partial(speed.service, "service.json"), "AMX": partial(speed.service, "service-bfloat16.json"),

@@ -31,4 +31,6 @@ def share(value: float, digits: int = 3) -> str:
 
 def short(value: float) -> str:
     """A number of two digits or three, with commas between thousands."""
-    return f"{value:.1f}" if value < 10 else f"{float(f'{value:.3g}'):,.0f}"
+    if value < 9.95:
+        return f"{value:.1f}"
+    return f"{value:,.0f}" if value < 1000 else f"{round(value, -1):,.0f}"

@@ -60,9 +60,10 @@ def cold() -> list[str]:
 
 
 def costs() -> list[str]:
-    rows = []
+    rows, found = [], measured("filling.json")["cost"]
+    assert found.keys() == COSTS.keys(), "a case is missing"
     for name, label in COSTS.items():
-        one = measured("filling.json")["cost"][name]
+        one = found[name]
         own, control = one["filling"], one.get("control", {})
         sequences = own["requests"] * (32 if "32 at once" in name else 1)
         times = [own[way] for way in ("rows", "median", "mean", "99th percentile")]
@@ -99,6 +100,7 @@ def bounded() -> list[str]:
     """Lines served within a bound, as a share of those that an unbounded database serves."""
     found = measured("filling-simulated.json")["eviction"]
     runs = {(one["stream"], one["part"], one["policy"]): one["served"] for one in found["runs"]}
+    assert len(runs) == len(POLICIES) * len(BOUNDS), "a policy is missing"
     rows = [
         [label, *(f"{runs[*bound, policy] / found['unbounded'][bound[0]]['served']:.3f}" for bound in BOUNDS.values())]
         for policy, label in POLICIES.items()

@@ -26,34 +26,48 @@ def document() -> dict[str, Any]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """A heading for each route, with tables of the fields of its body and of its answer."""
-    schemas = found["components"]["schemas"]
-    parts = []
+    """A heading for each route, with the fields of its body and of its answer; then the types of these fields."""
+    schemas, parts, used = found["components"]["schemas"], list[str](), list[str]()
     for path, methods in found["paths"].items():
         for method, one in methods.items():
             parts += [f"## {method.upper()} {path}\n", f"{one['summary']}.\n"]
-            body = one.get("requestBody")
-            if body is not None:
-                parts += _fields("Body", body["content"]["application/json"]["schema"], schemas)
-            for code, answer in one["responses"].items():
-                content = answer.get("content", {}).get("application/json", {})
-                if code == "200" and content.get("schema"):
-                    parts += _fields("Answer", content["schema"], schemas)
+            body = one.get("requestBody", {"content": {}})
+            for title, content in (("Body", body["content"]), ("Answer", one["responses"]["200"].get("content", {}))):
+                schema = content.get("application/json", {}).get("schema")
+                if schema:
+                    own = schemas.get(_name(schema), schema)
+                    parts += [f"{title}: {_kind(own) if 'properties' not in own else _kind(schema)}\n", *_fields(own)]
+                    used += _names(own)
             errors = [f"{code}: {answer['description']}" for code, answer in one["responses"].items() if code != "200"]
             parts += [f"Errors: {'; '.join(errors)}.\n"] if errors else []
+    parts.append("## Types\n")
+    for name in used:  # it grows: types have fields of other types
+        used += [other for other in _names(schemas[name]) if other not in used]
+    for name in dict.fromkeys(used):
+        own = schemas[name]
+        parts += [f"### {name}\n", *(_fields(own) if "properties" in own else [f"{_kind(own)}\n"])]
     return "\n".join(parts)
 
 
-def _fields(title: str, schema: Schema, schemas: Mapping[str, Schema]) -> Iterator[str]:
-    own = schemas.get(_name(schema), schema)
-    yield f"{title}: {_kind(schema)}\n"
-    if own.get("properties"):
+def _fields(schema: Schema) -> Iterator[str]:
+    if schema.get("properties"):
         yield "| field | type | default | |\n|---|---|---|---|"
-        for name, field in own["properties"].items():
-            default = "required" if name in own.get("required", ()) else f"`{field.get('default')}`"
+        for name, field in schema["properties"].items():
+            default = "required" if name in schema.get("required", ()) else ""
+            default = f"`{field['default']}`" if "default" in field else default
             words = " ".join(field.get("description", "").split())
             yield f"| `{name}` | {_kind(field)} | {default} | {words} |"
         yield ""
+
+
+def _names(schema: Any) -> list[str]:
+    """The types that a schema refers to, in order, each once."""
+    if isinstance(schema, dict):
+        own = [_name(schema)] if "$ref" in schema else []
+        return list(dict.fromkeys(own + [name for part in schema.values() for name in _names(part)]))
+    if isinstance(schema, list):
+        return list(dict.fromkeys(name for part in schema for name in _names(part)))
+    return []
 
 
 def _name(schema: Schema) -> str:

@@ -76,6 +76,20 @@ def test_the_tables_of_result_pages_are_those_of_their_json(script: Scripts) -> 
             assert script("marked").marked(page(name), mark) == "\n".join(made()).strip(), f"{name}: {mark}"
 
 
+def test_a_mark_that_no_script_knows_stands_on_no_page(script: Scripts) -> None:
+    known = {(name, mark) for name, tables in script("result_pages").PAGES.items() for mark in tables}
+    found = {(file.name, mark) for file in DOCS.glob("*.md")
+             for mark in re.findall(r"<!-- measured (.+): begin -->", file.read_text(encoding="utf-8"))}  # fmt: skip
+    assert found == known
+
+
+def test_short_numbers_are_rounded_once(script: Scripts) -> None:
+    short = script("results.files").short
+    assert [short(value) for value in (3.14, 9.96, 37.49, 66.51, 156.5, 1290.4)] == [
+        "3.1", "10", "37", "67", "156", "1,290"
+    ]  # fmt: skip
+
+
 def test_every_table_of_a_page_of_results_is_made_of_its_json() -> None:
     """A number typed by hand could be another one than was measured."""
     tables = re.compile(r"<!-- measured[^>]*: begin -->.*?<!-- measured[^>]*: end -->", re.DOTALL)

@@ -77,7 +77,8 @@ def test_the_reference_has_every_route_of_the_service(site: Path) -> None:
     for route in ("POST /embed", "POST /v1/embeddings", "POST /rerank", "POST /spans", "GET /metrics"):
         assert f">{route}<" in text
     assert "openapi -->" not in text
-    assert "<code>inputs</code>" in text
+    for field in ("inputs", "entity_group", "score", "index"):
+        assert f"<code>{field}</code>" in text
 
 
 def test_no_page_loads_anything_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
