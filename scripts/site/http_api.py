@@ -32,7 +32,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         for method, one in methods.items():
             parts += [f"## {method.upper()} {path}\n", f"{one['summary']}.\n"]
             body = one.get("requestBody", {"content": {}})
-            for title, content in (("Body", body["content"]), ("Answer", one["responses"]["200"].get("content", {}))):
+            for title, content in (("Body", body["content"]), ("Answer", one["responses"].get("200", {}).get("content", {}))):
                 schema = content.get("application/json", {}).get("schema")
                 if schema:
                     own = schemas.get(_name(schema), schema)
