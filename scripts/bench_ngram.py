@@ -136,7 +136,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def draw(results: dict[str, dict[str, Any]], file: Path, device: str) -> None:
     """Bars by case, on a logarithmic scale: they are four orders of magnitude apart."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE | {"text.parse_math": True}):  # powers of ten on the axis
         file.write_bytes(png(_drawn(results, device)))
 
 

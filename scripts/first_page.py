@@ -21,6 +21,7 @@ import matplotlib as mpl
 from marked import replace_measured
 from matplotlib.figure import Figure
 from peers_inputs import FIRST
+from peers_page import reuses
 
 from attmemo.profiler.peers.paths import PATHS, REUSE
 from attmemo.profiler.peers.verdict import Verdict, verdicts
@@ -164,7 +165,8 @@ def _winners(judged: Sequence[tuple[Run, Verdict]]) -> str:
             kinds["a peer"] += 1
         else:
             path = one.own.get("behind", one.own["path"])
-            kinds["8 bits" if path == "none-int8" else "exact" if path == "none" else "reuse"] += 1
+            reused = path == "maps" or reuses(one.own)
+            kinds["reuse" if reused else "8 bits" if path.endswith("int8") else "exact"] += 1
     return ", ".join(f"{kind} in {count}" for kind, count in kinds.items()) + f" of {len(judged)} cases"
 
 

@@ -131,10 +131,10 @@ def _late(runs: list[Run]) -> str:
 
 
 def _rows_win(one: Any) -> bool:
-    return not one.peer_wins and _reuses(one.own)
+    return not one.peer_wins and reuses(one.own)
 
 
-def _reuses(cell: Mapping[str, Any]) -> bool:
+def reuses(cell: Mapping[str, Any]) -> bool:
     """Whether a cell is one of rows, and records served some texts."""
     counts = cell.get("counts", {})
     return cell["path"] in ("rows", "rows-int8") and counts["served"] >= FEW * counts["sequences"]

@@ -431,7 +431,7 @@ def tables(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], file: Path) -> None:
     """One row of plots for each kind: similarity by layer, perplexity and continuations against the share served."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE | {"text.parse_math": True}):  # powers of ten on the axis
         file.write_bytes(png(_drawn(result["kinds"])))
 
 

@@ -31,9 +31,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     for path, methods in found["paths"].items():
         for method, one in methods.items():
             parts += [f"## {method.upper()} {path}\n", f"{one['summary']}.\n"]
-            body = one.get("requestBody", {"content": {}})
-            for title, content in (("Body", body["content"]), ("Answer", one["responses"].get("200", {}).get("content", {}))):
-                schema = content.get("application/json", {}).get("schema")
+            for title, part in (("Body", one.get("requestBody", {})), ("Answer", one["responses"].get("200", {}))):
+                schema = part.get("content", {}).get("application/json", {}).get("schema")
                 if schema:
                     own = schemas.get(_name(schema), schema)
                     parts += [f"{title}: {_kind(own) if 'properties' not in own else _kind(schema)}\n", *_fields(own)]
