@@ -1,7 +1,7 @@
 """Orders of rerankers and tags of forms under 8 bits and under a guard: docs/answers-measured.md.
 
-    python scripts/bench_answers.py ../shared docs/answers.json          # all: a minute on two cores
-    python scripts/bench_answers.py ../shared docs/answers.json --page   # only the page
+    python scripts/bench_answers.py ../shared docs/answers.json   # a minute on two cores
+    python scripts/result_pages.py                                # then: the tables
 
 Answers are compared with those of exact blocks. Shares and counts are measured, no times: other work on the machine
 does no harm.
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 from bench_workloads import order_kept
-from marked import replace_measured, table
+from marked import table
 from measured_at import write_record
 from results.files import NONE
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
@@ -93,8 +93,8 @@ def forms(shared: Path) -> dict[str, Any]:
         for request in requests:
             output, given = ask(request)
             spans += reader.read(output, reader.mask_in(given)).values.tolist()
-            stats = model.attmemo.stats()
-            if stats["guard"] and len(spans) % PART == 0:
+            if options.get("budget") and len(spans) % PART == 0:
+                stats = model.attmemo.stats()
                 now = {key: stats["guard"][key] for key in ("reused", "repeated")}
                 now |= {"rows": stats["rows_computed"], "tokens": stats["tokens"]}
                 other = sum(a != b for a, b in zip(exact, spans, strict=False))
@@ -139,15 +139,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--page", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    if not args.page:
-        found = {"orders": {stream: orders(stream, args.shared) for stream in ("rerank", "zero-shot")}}
-        write_record(args.output, found | {"forms": forms(args.shared)})
-    found = json.loads(args.output.read_text(encoding="utf-8"))
-    page = args.output.with_name("answers-measured.md")
-    replace_measured(page, "\n".join(table_of_orders(found)), "orders")
-    replace_measured(page, "\n".join(table_of_forms(found)), "forms")
+    found = {"orders": {stream: orders(stream, args.shared) for stream in ("rerank", "zero-shot")}}
+    write_record(args.output, found | {"forms": forms(args.shared)})
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from marked import replace_measured
 from matplotlib.figure import Figure
 from peers_inputs import FIRST
 from peers_page import reuses
+from results.files import DOCS
 
 from attmemo.profiler.peers.paths import PATHS, REUSE
 from attmemo.profiler.peers.verdict import Verdict, verdicts
 from attmemo.profiler.plots import BLUE, GREEN, GREY, STYLE, png
 
-DOCS = Path(__file__).parents[1] / "docs"
 MODELS: Final = {
     "minilm": "MiniLM, embedder", "deberta-loghub": "DeBERTa-v2, 6 layers, classifier",
     "minilm-sst2": "MiniLM, classifier", "bert-base": "BERT-base shape", "deberta-v3-base": "DeBERTa-v3-base shape",

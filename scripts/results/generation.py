@@ -69,17 +69,17 @@ def on_a_gpu() -> list[str]:
 
 
 def ngrams(file: str) -> list[str]:
-    return [*bench_ngram.table(measured(file)["cases"]).splitlines(), ""]
+    return bench_ngram.table(measured(file)["cases"]).splitlines()
 
 
 def operator(queries: str) -> list[str]:
     rows = [row for row in measured("attention-op.json")["rows"] if row["queries"] == queries]
-    return [*bench_attention_op.table(rows).splitlines(), ""]
+    return bench_attention_op.table(rows).splitlines()
 
 
 def operator_means() -> list[str]:
     means = bench_attention_op.mean_speedups(measured("attention-op.json")["rows"])
-    return [*bench_attention_op.table_of_means(means).splitlines(), ""]
+    return bench_attention_op.table_of_means(means).splitlines()
 
 
 def operator_on_a_gpu() -> list[str]:

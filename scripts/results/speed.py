@@ -127,7 +127,7 @@ def _from_to(values: Iterable[float]) -> str:
 
 
 def streams(file: str) -> list[str]:
-    return [*bench_streams.table(measured(file)["streams"]).splitlines(), ""]
+    return bench_streams.table(measured(file)["streams"]).splitlines()
 
 
 def prepared() -> list[str]:
