@@ -3,8 +3,9 @@
  * oracle.
  *
  * Between two pairs of tokens there may be a gap: tokens of the record that have no partner were replaced by those of the
- * input that have none. A gap lies in a slot: behind the nearest word to the left that both share. For each gap the slot,
- * what either has there, and what both have there are written.
+ * input that have none. A gap lies in a slot: behind the nearest word to the left that both share, or, in a long text
+ * where much has changed or at its end, the slot of passages of such a size. For each gap the slot, what either has
+ * there, and what both have there are written.
  *
  * ROADS NOT TAKEN.  Numpy: about twenty operations on small arrays take 100 us, as long as the plan of ten lines.
  */
@@ -24,6 +25,22 @@ static uint64_t run(const int32_t *tokens, Py_ssize_t count)
     for (Py_ssize_t i = 0; i < count; i++)
         found = mix(found * 0x9e3779b97f4a7c15u + (uint32_t)tokens[i]);
     return found;
+}
+
+enum { LONG_TEXT = 64, PASSAGE = 8 }; /* tokens: as in attmemo/kernels/changes.py */
+
+static inline Py_ssize_t longer(Py_ssize_t one, Py_ssize_t other)
+{
+    return one > other ? one : other;
+}
+
+/* The slot of a passage: how many times the text is longer, in powers of two. No word has such a number. */
+static uint64_t slot_of_passage(Py_ssize_t text, Py_ssize_t passage)
+{
+    uint64_t size = 0;
+    while (passage << (size + 1) <= text)
+        size++;
+    return mix(((uint64_t)1 << 40) + size);
 }
 
 typedef struct {
@@ -46,6 +63,12 @@ static void add_gaps(Gaps *gaps, int64_t sequence, const int32_t *own, Py_ssize_
         if (j > here || p > there) {
             bool word = has_word(kinds, record + there, p - there) || has_word(kinds, own + here, j - here);
             uint64_t slot = mix((uint64_t)(anchor + 1) * 2 + word);
+            const Py_ssize_t text = longer(n, m), most = longer(j - here, p - there);
+            const bool at_end = j >= n - 1 && p >= m - 1 && (j == here || p == there);
+            if (text >= LONG_TEXT && (most >= PASSAGE || at_end)) {
+                slot = slot_of_passage(text, most);
+                word = true;
+            }
             uint64_t before = mix(run(record + there, p - there)), after = mix(run(own + here, j - here));
             Py_ssize_t g = gaps->count++;
             gaps->sequence[g] = sequence;

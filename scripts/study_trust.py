@@ -23,12 +23,14 @@ from measured_at import measured_at
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 from workloads import LOGS, at_once, lines_of
 from workloads import _questions as questions_of
+from workloads import _reviews as reviews_of
 
 from attmemo import memoize
 from attmemo.system.machine import conditions
 
 ROOT: Final = Path(__file__).parents[1]
 BENIGN, ATTACKS, BATCH = 2000, 500, 32
+TURNS, LONGEST = 20, 256  # of a conversation; tokens of a text
 TEMPLATES: Final = (
     "{name} bought item {number} in {place} and says that it is {word}",
     "ticket {number} of {name} : the delivery to {place} was {word}",
@@ -64,7 +66,7 @@ def classifier(shared: Path, name: str, labels: dict[int, str] | None = None) ->
 
 def ask(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
     """Logits ``[B, C]``; what is verified in idle times is verified when this returns."""
-    inputs = tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=128)
+    inputs = tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=LONGEST)
     with torch.inference_mode():
         found = model(**inputs).logits
     if (handle := getattr(model, "attmemo", None)) is not None:
@@ -106,10 +108,35 @@ def logs(chance: random.Random, shared: Path) -> tuple[list[str], list[tuple[str
     return benign, attacks
 
 
-def attackers(shared: Path) -> list[dict[str, Any]]:
+def appended(chance: random.Random, shared: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """Conversations that are read again at every turn, of 20 users at once, and some of them with an end of a film's
+    review behind that has another sentiment."""
+    questions = questions_of(shared / "data")
+    chance.shuffle(questions)
+    said = [questions[first : first + TURNS] for first in range(0, BENIGN, TURNS)]
+    benign = [" ".join(own[: turn + 1]) for group in at_once(said, TURNS) for turn in range(TURNS) for own in group]
+    twins = chance.sample([text for text in benign if LONGEST // 4 <= len(text.split()) <= LONGEST // 2], ATTACKS)
+    ends = [" ".join(parts[-chance.randint(2, 5) :])
+            for parts in itertools.islice(reviews_of(shared / "data"), ATTACKS)]  # fmt: skip
+    model, tokenizer = classifier(shared, "minilm-sst2")
+    memoize(model, linear="exact")
+    classes = [[int(one) for part in at_once(texts, BATCH) for one in ask(model, tokenizer, part).argmax(1)]
+               for texts in (twins, ends)]  # fmt: skip
+    others = [[end for end, own in zip(ends, classes[1], strict=True) if own != label] for label in (0, 1)]
+    attacks = [(f"{twin} {end}", twin) for twin, label in zip(twins, classes[0], strict=True)
+               for end in chance.sample(others[label], 8)]  # fmt: skip
+    chance.shuffle(attacks)
+    return benign, attacks
+
+
+Maker = Callable[[random.Random, Path], tuple[list[str], list[tuple[str, str]]]]
+TEMPLATE_KINDS: Final[tuple[tuple[str, Maker], ...]] = (("minilm-sst2", sentiment), ("deberta-loghub", logs))
+
+
+def attackers(shared: Path, kinds: Sequence[tuple[str, Maker]] = TEMPLATE_KINDS) -> list[dict[str, Any]]:
     """Attacks inside of templates whose benign twins are stored: how many get another answer than the model's own."""
     rows = []
-    for name, make in (("minilm-sst2", sentiment), ("deberta-loghub", logs)):
+    for name, make in kinds:
         for seed in range(3):
             bare, tokenizer = classifier(shared, name)
             exact = memoize(bare, reuse="none", linear="exact")
@@ -144,6 +171,11 @@ def attackers(shared: Path) -> list[dict[str, Any]]:
                 })  # fmt: skip
                 print(rows[-1], flush=True)
     return rows
+
+
+def growth(shared: Path) -> list[dict[str, Any]]:
+    """The same, behind long texts that are asked again and again as they grow."""
+    return attackers(shared, [("minilm-sst2", appended)])
 
 
 # ---- canaries ----
@@ -255,19 +287,26 @@ def flood(shared: Path, half: int = 10_000) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS: Final = {"attackers": attackers, "canaries": canaries, "flood": flood}
+PARTS: Final = {"attackers": attackers, "growth": growth, "canaries": canaries, "flood": flood}
 
 
 # ---- the page ----
 
 
+ATTACKED: Final = "model | labels | seed | benign | of these reused | attacks | of these reused | wrong"
+
+
+def attacked(row: dict[str, Any]) -> tuple[str, ...]:
+    """Cells of attacks."""
+    return (
+        row["model"], row["labels"], f"{row['seed']}", f"{row['benign']:,}", f"{row['benign_reused']:,}",
+        f"{row['attacks']}", f"{row['attacks_reused']}", f"{row['wrong']}",
+    )  # fmt: skip
+
+
 TABLES: Final[dict[str, tuple[str, str, Callable[[dict[str, Any]], tuple[str, ...]]]]] = {
-    "attackers": (
-        "Attacks in known templates",
-        "model | labels | seed | benign | of these reused | attacks | of these reused | wrong",
-        lambda row: (row["model"], row["labels"], f"{row['seed']}", f"{row['benign']:,}", f"{row['benign_reused']:,}",
-                     f"{row['attacks']}", f"{row['attacks_reused']}", f"{row['wrong']}"),
-    ),
+    "attackers": ("Attacks in known templates", ATTACKED, attacked),
+    "growth": ("Attacks behind long texts", ATTACKED, attacked),
     "canaries": (
         "Texts that are asked again and again",
         "model | linear layers | asked | while its record lived | other bits than before | of these while its record "

@@ -116,27 +116,32 @@ def _reviews(data: Path) -> Iterator[list[str]]:
             yield [part.strip() for part in re.split(r"(?<=[.!?]) ", text) if part.strip()]
 
 
-def conversation(data: Path, turns: int = 40, count: int = 10) -> Workload:
-    """Conversations that are read again at every turn, up to 512 tokens."""
-    requests: list[Sequence[Item]] = []
+def _side_by_side(streams: Sequence[Sequence[str]], users: int) -> list[Sequence[Item]]:
+    """Requests of so many streams each, the first text of each, then the second; then the next streams."""
+    groups = at_once(streams, users)
+    return [list(texts) for group in groups for texts in zip(*group, strict=True)]  # type: ignore[arg-type]
+
+
+def conversation(data: Path, turns: int = 40, count: int = 40, users: int = 1) -> Workload:
+    """Conversations that are read again at every turn, up to 512 tokens; of so many users at once."""
     questions = iter(_questions(data))
-    for _ in range(count):
-        said = list(itertools.islice(questions, turns))
-        requests += [[" ".join(said[: turn + 1])] for turn in range(turns)]
-    return Workload("minilm-sst2", requests, 512)
+    said = [list(itertools.islice(questions, turns)) for _ in range(count)]
+    read = [[" ".join(own[: turn + 1]) for turn in range(turns)] for own in said]
+    return Workload("minilm-sst2", _side_by_side(read, users), 512)
 
 
-def edited(data: Path, versions: int = 20, count: int = 20) -> Workload:
-    """Documents of about 400 tokens; in every version another sentence is new."""
-    requests: list[Sequence[Item]] = []
+def edited(data: Path, versions: int = 20, count: int = 60, users: int = 1) -> Workload:
+    """Documents of about 400 tokens; in every version another sentence is new. So many are edited at once."""
+    read: list[list[str]] = []
     chance, fresh = random.Random(2), iter(_questions(data))
     long = (parts for parts in _reviews(data) if 280 <= len(" ".join(parts).split()) <= 340 and len(parts) > 8)
     for parts in itertools.islice(long, count):
         own = list(parts)
+        read.append([])
         for _ in range(versions):
-            requests.append([" ".join(own)])
+            read[-1].append(" ".join(own))
             own[chance.randrange(len(own))] = next(fresh)
-    return Workload("minilm-sst2", requests, 512)
+    return Workload("minilm-sst2", _side_by_side(read, users), 512)
 
 
 def chunks(data: Path) -> Workload:
@@ -174,7 +179,9 @@ WORKLOADS: dict[str, Callable[[Path], Workload]] = {
     "instruction": partial(behind, front=INSTRUCTION),
     "schema": partial(behind, front=SCHEMA),
     "conversation": conversation,
+    "8 conversations": partial(conversation, users=8),
     "edited document": edited,
+    "8 edited documents": partial(edited, users=8, count=64),
     "overlapping chunks": chunks,
     "free questions": partial(free, name="questions"),
     "free reviews": partial(free, name="reviews"),

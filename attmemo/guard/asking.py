@@ -29,6 +29,8 @@ class Asking:
         In such a replay the guard decides as it would have in the request.
     worth : bool [B], optional
         Sequences that are worth a record; by default all.
+    keeps : sequence of int
+        In a replay that computes all exactly: sequences that become records.
 
     Attributes
     ----------
@@ -45,12 +47,16 @@ class Asking:
     exact, low, changed : set of int
         Sequences that were to be served, and whose answers were computed exactly after all; of these those below the
         margin; and sequences whose answer a record changed.
+    grown : set of int
+        Sequences that differ so much from the records that serve them that they are to become records.
     """
 
     def __init__(
-        self, room: int = 0, spare: int = 0, tries: bool = False, decides: bool = False, worth: Flags | None = None
+        self, room: int = 0, spare: int = 0, tries: bool = False, decides: bool = False, worth: Flags | None = None,
+        keeps: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.room, self.spare, self.tries, self.decides, self.worth = room, spare, tries, decides, worth
+        self.keeps = keeps
         self.tokens_asked: Tokens = np.zeros(0, np.int32)
         self.planned, self.batch = False, 0
         self.tokens = self.sequences = 0  # of the forward
@@ -61,6 +67,7 @@ class Asking:
         self.epoch = 0
         self.exact: set[int] = set()
         self.low: set[int] = set()
+        self.grown: set[int] = set()
         self.changed: set[int] = set()
 
     def where(self, *verdicts: Verdict) -> list[int]:

@@ -235,9 +235,9 @@ class Guarded:
                     asking.epoch,
                 )  # fmt: skip
             asking.low |= low
-        if owed:
-            compare = partial(self._compare_owed, owed, self.guard, asking.epoch)
-            self._defer(forward, inputs, mask, list(owed), asking.batch, compare, "owed")
+        if later := [*owed, *sorted(asking.grown - low - owed.keys())[: max(asking.room - len(owed), 0)]]:
+            compare = partial(self._compare_owed, owed, asking, self.guard)
+            self._defer(forward, inputs, mask, later, asking.batch, compare, "owed")
         return output
 
     def _learn_later(
@@ -321,18 +321,20 @@ class Guarded:
             repeated = given.count(Evidence.SAME)
             self._engine.counters.answered(len(given) - repeated, repeated)
 
-    def _compare_owed(self, owed: Mapping[int, Owed], guard: Guard, epoch: int, part: Part) -> bool:
-        """Compare answers that were given from records with the exact ones."""
-        found, _ = self._again(Asking(), guard, part)
+    def _compare_owed(self, owed: Mapping[int, Owed], asking: Asking, guard: Guard, part: Part) -> bool:
+        """Compare answers that were given from records with the exact ones; make records of those that are grown."""
+        keeps = [number for number, place in enumerate(part.places) if place in asking.grown]
+        found, _ = self._again(Asking(keeps=keeps), guard, part)
         if found is None:
             return False
         for number, place in enumerate(part.places):
-            one = owed[place]
+            if (one := owed.get(place)) is None:  # it was not drawn: it is no sample
+                continue
             changed = self.answers.differ(one.answer.read, one.answer.number, found, number)
             if changed and self._log is not None and one.case is not None:
                 blamed = guard.verified.blamed(one.changes)
-                self._log.note(one.case, Verdict.OWE, one.answer.margin, blamed, epoch, given=True)
-            if guard.compared(Verdict.OWE, one.changes, one.evidence, one.answer.margin, changed, epoch):
+                self._log.note(one.case, Verdict.OWE, one.answer.margin, blamed, asking.epoch, given=True)
+            if guard.compared(Verdict.OWE, one.changes, one.evidence, one.answer.margin, changed, asking.epoch):
                 self._tell_alarm()
         self._fails = 0
         return True
@@ -343,9 +345,6 @@ class Guarded:
         found, done = self._again(asking, guard, part)
         if found is None or asking.plan is None:
             return False
-        self.sureness.note(found, done.offers)
-        if self._store is not None:
-            self._store.keep(list(done.offers.values()), STORED)
         stood, margins = guard.stands, self.sureness.margins(found, asking.plan.record)
         low = guard.low(margins, asking.plan.evidence)
         for number in sorted(done.served):
@@ -377,7 +376,7 @@ class Guarded:
             self._tell_alarm()
 
     def _again(self, asking: Asking, guard: Guard, part: Part) -> tuple[Read | None, Outcome]:
-        """Run a part of a forward again; None: that says nothing, for the model or the guard is another one by now."""
+        """Run a part of a forward again, keep what it offers; None: the model or the guard is another one by now."""
         if guard is not self.guard:
             return None, NOTHING
         observed, (args, kwargs) = Observed(), shallow(part.inputs)  # these rows are of other requests
@@ -386,7 +385,11 @@ class Guarded:
                 output = part.forward(*args, **kwargs)
             if asking.twice or not (asking.planned and guard is self.guard and self.deferred.is_current(part)):
                 return None, NOTHING
-            return self.answers.read(output, part.mask), opened.outcome
+            found = self.answers.read(output, part.mask)
+            self.sureness.note(found, opened.outcome.offers)
+            if self._store is not None:
+                self._store.keep(list(opened.outcome.offers.values()), STORED)
+            return found, opened.outcome
         finally:
             self.rows_afterwards += observed.extra
 

@@ -24,6 +24,7 @@ from attmemo.guard.repeats import Repeats
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.align import Rule, Tokens
+from attmemo.kernels.changes import LONG_TEXT
 from attmemo.kernels.kinds import Kinds
 from attmemo.kernels.plan import Evidence, RowPlan
 from attmemo.models import Call, Spans
@@ -43,6 +44,8 @@ SEEN: Final = 16
 LOOKS: Final = 2
 AGAIN: Final = 0.15
 """Share of what is asked that was asked before from which on it is seen what records could supply."""
+GROWN: Final = 0.25
+"""Share by which a long text is longer than the record that may serve it from which on it becomes a record, too."""
 KNOWN: Final = 0.3
 """Share of an input that was asked before from which on it becomes a record where each new record costs an old one."""
 AROUND: Final = 0.15
@@ -130,17 +133,22 @@ class GuardedPlanner(RowPlanner):
                 return Plan(spans=spans, layers={layer: RowShare.computed(forward.last)})
             if asking.tries:
                 return self._tried(layer, call, spans, forward, given, asking)
+            if asking.keeps:
+                return self._kept(layer, call, spans, forward, given, asking)
             return Whole.plan(self, layer, call, spans, forward)
         start = perf_counter()
         asked = self._ask(given, spans, call.shape[1], counters)
         if asked is None:
             return Whole.plan(self, layer, call, spans, forward)
         found, looked = self._look_up(asked, asking)
-        evidence = found.evidence
+        evidence, grown = found.evidence, self._grown(asked, found)
         if not self.times.always:
             self._expect(asked, found)
         most = self._most(asked, found) if self.learns_at_once(asking) else 0
+        if most and self.guard.affords():  # they become records now: no pause for that will come
+            evidence = np.where(grown, np.uint8(Evidence.UNSURE), evidence)
         asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room, most)
+        asking.grown = set(np.flatnonzero(grown).tolist()).intersection(asking.served)
         self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
         beside = {place: asking.reused(place) for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)}
@@ -165,6 +173,17 @@ class GuardedPlanner(RowPlanner):
         kinds = [order[evidence[order] == kind] for kind in (Evidence.NONE, Evidence.UNKNOWN, Evidence.UNSURE)]
         kinds[1] = np.array([place for place in kinds[1].tolist() if place not in tried][:UNKNOWN], np.int64)
         return np.concatenate(kinds)
+
+    def _grown(self, asked: Asked, found: RowPlan) -> Flags:
+        """Return which inputs ``[B]`` are to become records, although others may serve them: long texts that go on.
+
+        What is asked next has grown from themselves. What only changed, as a window does that moves over lines, would
+        have no better record by that.
+        """
+        known = (found.evidence >= Evidence.FREELY) & (found.evidence < Evidence.SAME) & (asked.lengths >= LONG_TEXT)
+        if self._store is None or not known.any():
+            return np.zeros(len(known), np.bool_)
+        return known & (self.index.lengths_of(found.record) < (1.0 - GROWN) * asked.lengths)
 
     def _expect(self, asked: Asked, found: RowPlan) -> None:
         """Note how much could be reused."""
@@ -254,6 +273,19 @@ class GuardedPlanner(RowPlanner):
         self._count(asked, found, served, (start, looked), forward.counters)
         fresh = np.flatnonzero(found.evidence == Evidence.NONE) if self._store is not None else served[:0]
         return plan_of(layer, spans, asked, found, served, _rows_of(asked, fresh))
+
+    def _kept(
+        self, layer: int, call: Call, spans: Spans, forward: Forward, given: Given, asking: Asking
+    ) -> Plan:  # fmt: skip
+        """The plan of a replay that computes all exactly, and makes records of some."""
+        tokens = self._tokens(given.arguments, spans, call.shape[1])
+        if isinstance(tokens, str) or self._store is None:
+            return Whole.plan(self, layer, call, spans, forward)
+        asked, none = Asked.of(tokens, np.asarray(spans.lengths, np.int64)), np.full(len(spans.lengths), -1, np.int64)
+        places = np.array(asking.keeps, np.int64)
+        admitted = _rows_of(asked, places[: self._store.admit(asked.lengths[places])])
+        share = RowShare.of(asked.lengths, none, np.full(len(tokens), -1, np.int32), admitted=admitted)
+        return Plan(spans=spans, layers={layer: share})
 
     def _look_up(self, asked: Asked, asking: Asking) -> tuple[RowPlan, float]:
         """Note what records there are; return them, and the time between lookup and plan."""

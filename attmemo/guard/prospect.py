@@ -52,16 +52,19 @@ class Prospect:
             return
         with self._lock:
             self._forwards += 1
-            if self._forwards <= FIRST or self._forwards % FIRST == 0:
+            turn = self._forwards % FIRST
+            if self._forwards <= FIRST or turn == 0:
                 self._see(ids.numpy(), mask.numpy() != 0)
+            elif turn == FIRST - 1 and len(ids) < EACH:  # few: what the next ones are like may be just this one
+                self._see(ids.numpy(), mask.numpy() != 0, asks=False)
 
-    def _see(self, ids: npt.NDArray[Any], valid: npt.NDArray[np.bool_]) -> None:
+    def _see(self, ids: npt.NDArray[Any], valid: npt.NDArray[np.bool_], asks: bool = True) -> None:
         lengths = valid.sum(1)
         lengths = lengths[lengths > 0]
         if not len(lengths):
             return
         inputs = np.split(ids[valid].astype(np.int32), np.cumsum(lengths)[:-1])
-        if self._inputs:
+        if self._inputs and asks:
             some = [inputs[place] for place in range(0, len(inputs), max(len(inputs) // EACH, 1))]
             found = self._supplied(Asked.of(np.concatenate(some), np.array([len(one) for one in some])), self._index)
             self._weight += LATELY * (1.0 - self._weight)

@@ -23,6 +23,11 @@ Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
+LONG_TEXT: Final = 64
+"""Tokens of an input or its record from which on there are passages."""
+PASSAGE: Final = 8
+"""Tokens of either, side by side, from which on a gap is a passage."""
+
 _ALL: Final = (1 << 64) - 1
 
 
@@ -43,7 +48,7 @@ class Changes:
     change : uint64 [g]
         What the record and the input have there, in any order, and where.
     word : uint8 [g]
-        1: a token that is a word was replaced, removed or put in.
+        1: a token that is a word was replaced, removed or put in, or the gap is a passage.
     """
 
     sequence: Ints
@@ -115,6 +120,10 @@ def changes(
                 old, new = record[there:p], own[here:j]
                 word = int(any(is_word(kinds, token) for token in old + new))
                 slot = _mix((anchor + 1) * 2 + word)
+                text, most = max(len(own), len(record)), max(len(old), len(new))
+                at_end = j >= len(own) - 1 and p >= len(record) - 1 and not (old and new)
+                if text >= LONG_TEXT and (most >= PASSAGE or at_end):
+                    slot, word = _slot_of_passage(text, most), 1
                 before, after = _mix(_run(old)), _mix(_run(new))
                 gaps.append((b, slot, _mix(slot + after), _mix(slot + before), _mix(slot + before + after), word))
             if p < len(record) and is_word(kinds, record[p]):
@@ -123,6 +132,11 @@ def changes(
     columns: list[Any] = list(zip(*gaps, strict=True)) if gaps else [()] * 6
     types = (np.int64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint8)
     return Changes(*(np.array(column, kind) for column, kind in zip(columns, types, strict=True)))
+
+
+def _slot_of_passage(text: int, passage: int) -> int:
+    """The slot of a passage: how many times the text is longer, in powers of two. No word has such a number."""
+    return _mix((1 << 40) + (text // passage).bit_length() - 1)
 
 
 def _run(tokens: list[int]) -> int:

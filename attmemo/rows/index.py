@@ -308,6 +308,12 @@ class TokenIndex:
         shelf = self._shelf
         return shelf.tokens_of(shelf.row_of(number)).copy()
 
+    def lengths_of(self, numbers: Ints) -> Ints:
+        """Return the tokens of records ``[B]``; 0 where there is no such record."""
+        shelf = self._shelf
+        rows = shelf.rows_of(numbers)
+        return np.where(rows >= 0, shelf.starts[rows + 1] - shelf.starts[rows], 0)
+
     def best(
         self, tokens: Tokens, starts: Ints, rule: Rule = DEFAULT, tried: int = TRIED, kinds: Kinds = NO_KINDS
     ) -> RowPlan:

@@ -24,6 +24,7 @@ from guarded import (
     rows_of,
     run,
     taught,
+    trusting,
     variant,
     worst,
 )
@@ -330,3 +331,69 @@ class TestFlood:
             seed += 1
         assert sum(ask(100 + number) for number in range(10)) == 0, "a flood"
         assert ask(109) == 8, "it comes again"
+
+
+class TestGrowth:
+    """Texts that go on: of 64 tokens and more, a quarter longer than the record that serves them."""
+
+    TEXT, MORE, TIMES = 46, 18, 8
+
+    def grown(self, seed: int) -> Inputs:
+        """The text and something behind it, and a closing token as before."""
+        text, more = batch([self.TEXT], 7)["input_ids"], batch([self.MORE], seed)["input_ids"]
+        ids = torch.cat([text[:, :-1], more, text[:, -1:]], 1)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def model(self, classifier: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """A model that has seen the text go on, and has a record of the text alone."""
+        model = guarded(classifier.bare, tokenizer=Words())
+        run(model, batch([self.TEXT], 7))
+        with monkeypatch.context() as kept:
+            kept.setattr(model.attmemo.engine.reuse.store, "admit", lambda lengths: 0)
+            kept.setattr(model.attmemo.guarded.answers, "differ", lambda *_: False)  # random weights
+            for seed in range(self.TIMES):
+                run(model, self.grown(seed))
+        assert model.attmemo.stats()["records"] == 1
+        return trusting(certify(model))
+
+    def test_where_there_are_pauses_a_grown_text_is_served_and_becomes_a_record_in_one(
+        self, classifier: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, inputs = self.model(classifier, monkeypatch), self.grown(100)
+        monkeypatch.setattr(model.attmemo.planner, "learns_at_once", lambda asking: False)
+        verified = model.attmemo.stats()["guard"]["verified"]
+        with torch.inference_mode():
+            seen = model(**inputs)
+        assert done(model)["reused"] == 1
+        assert worst(seen, run(classifier.exact, inputs), inputs) > NEAR, "an answer of the record"
+        assert len(model.attmemo.deferred) == 1
+        assert model.attmemo.flush()
+        assert model.attmemo.stats()["records"] == 2
+        assert model.attmemo.stats()["guard"]["verified"] == verified, "it was not drawn by chance: it is no sample"
+        again = run(model, inputs)
+        assert done(model)["repeated"] == 1
+        assert worst(again, run(classifier.exact, inputs), inputs) <= NEAR, "the record is exact"
+        assert not model.attmemo.stats()["failures"]
+
+    def test_where_there_are_none_it_is_answered_exactly_and_becomes_a_record_at_once(
+        self, classifier: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, inputs = self.model(classifier, monkeypatch), self.grown(100)
+        seen = run(model, inputs)
+        assert "reused" not in done(model)
+        assert worst(seen, run(classifier.exact, inputs), inputs) <= NEAR
+        assert model.attmemo.stats()["records"] == 2
+
+    def test_a_drawn_answer_is_a_sample_and_its_text_a_record(
+        self, classifier: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = self.model(classifier, monkeypatch)
+        model.attmemo.guarded.guard.drawn = 1.0
+        monkeypatch.setattr(model.attmemo.planner, "learns_at_once", lambda asking: False)
+        verified = model.attmemo.stats()["guard"]["verified"]
+        with torch.inference_mode():
+            model(**self.grown(100))
+        assert len(model.attmemo.deferred) == 1
+        assert model.attmemo.flush()
+        assert model.attmemo.stats()["records"] == 2
+        assert model.attmemo.stats()["guard"]["verified"] == verified + 1

@@ -13,6 +13,7 @@ import torch
 from attmemo.guard.guard import ALL
 from attmemo.guard.planner import AROUND, SEEN, UNKNOWN, GuardedPlanner
 from attmemo.guard.repeats import Repeats
+from attmemo.kernels.changes import LONG_TEXT
 from attmemo.kernels.plan import Evidence
 from attmemo.rows.planner import Asked
 
@@ -48,6 +49,26 @@ def test_what_a_record_may_serve_makes_no_other_one() -> None:
 def test_of_sequences_with_unknown_changes_few_become_records_and_none_that_is_tried() -> None:
     found = new_of([Evidence.UNKNOWN] * 8, served=[], tried={0: None, 2: None})
     assert found == [1, 3, 4, 5, 6, 7][:UNKNOWN]
+
+
+def grown_of(evidence: list[Evidence], lengths: list[int], records: list[int]) -> list[bool]:
+    """Which inputs of these lengths are to become records, beside others of these lengths."""
+    own = planner()
+    own.index = SimpleNamespace(lengths_of=lambda numbers: np.array(records)[numbers])
+    found = SimpleNamespace(evidence=np.array(evidence), record=np.arange(len(records)))
+    grown: list[bool] = GuardedPlanner._grown(own, asked_of(*lengths), found).tolist()
+    return grown
+
+
+def test_a_long_text_that_has_grown_by_a_quarter_becomes_a_record_beside_the_one_that_serves_it() -> None:
+    long, few = 2 * LONG_TEXT, int(1.5 * LONG_TEXT) - 1
+    assert grown_of([Evidence.FREELY] * 3, [long, long, few], [few, few + 1, few]) == [True, False, False]
+
+
+def test_what_only_changed_is_short_or_is_not_known_makes_no_record_beside_another() -> None:
+    kinds = [Evidence.FULLY, Evidence.FREELY, Evidence.UNKNOWN, Evidence.UNSURE, Evidence.SAME, Evidence.NONE]
+    lengths = [2 * LONG_TEXT, LONG_TEXT - 1, *[2 * LONG_TEXT] * 4]
+    assert not any(grown_of(kinds, lengths, [2 * LONG_TEXT, *[LONG_TEXT // 2] * 5]))
 
 
 def test_without_an_account_all_but_what_is_served_becomes_a_record_those_with_nothing_alike_first() -> None:

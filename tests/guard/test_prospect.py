@@ -69,6 +69,15 @@ def test_of_many_inputs_some_are_looked_up_and_of_many_forwards_few() -> None:
     assert len(sizes) == FIRST - 1 + 3
 
 
+@pytest.mark.parametrize(("sequences", "expected"), [(1, 1.0), (EACH, 0.0)])
+def test_a_request_of_few_inputs_may_be_like_the_one_just_before_it(sequences: int, expected: float) -> None:
+    """As a conversation is, turn by turn. Inputs of a batch are like each other: those of one forward tell enough."""
+    own = Prospect(repeated)
+    for number in range(1, 40 * FIRST + 1):  # each is asked twice, one right behind the other
+        own.look(*batch((number + 1) // 2, sequences))
+    assert own.share == pytest.approx(expected, abs=0.01)
+
+
 def test_memory_is_bounded() -> None:
     own, sizes = Prospect(lambda asked, index: sizes.append(len(index)) or 0.0), list[int]()  # type: ignore[func-returns-value]
     for number in range(40 * FIRST):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_tools import BARE, Sequences, planned
 
-from attmemo.kernels.changes import Changes
+from attmemo.kernels.changes import LONG_TEXT, PASSAGE, Changes
 from attmemo.kernels.kinds import NUMBER, WORD, Kinds
 
 TYPE = 1 << 24
@@ -121,6 +121,61 @@ class TestMeaning:
         typed = changes_of([[1 + TYPE, 4 + TYPE, 2]], [[1 + TYPE, 3 + TYPE, 2]], [0], kinds)
         assert np.array_equal(plain.slot, typed.slot)
         assert not np.array_equal(plain.value, typed.value), "another type is another value"
+
+
+def said(count: int, first: int = 0) -> str:
+    """So many words, none of them twice."""
+    return " ".join(f"word{number}" for number in range(first, first + count))
+
+
+class TestPassages:
+    """In long texts: gaps of many tokens, and gaps at the end."""
+
+    TEXT = said(2 * LONG_TEXT)
+
+    def test_texts_that_go_on_change_in_one_slot_whatever_they_say(self, texts: Texts) -> None:
+        found = [texts.between(f"{text} {said(3, 500 + 9 * n)} end", f"{text} end")
+                 for n, text in enumerate((self.TEXT, said(2 * LONG_TEXT, 900)))]  # fmt: skip
+        assert [len(one) for one in found] == [1, 1]
+        assert found[0].slot == found[1].slot
+        assert found[0].former == found[1].former, "nothing stood there"
+        assert found[0].value != found[1].value
+
+    @pytest.mark.parametrize("end", ["", " end"])
+    def test_a_text_that_lost_its_end_has_changed_in_the_same_slot(self, texts: Texts, end: str) -> None:
+        longer, shorter = f"{self.TEXT} {said(3, 500)}{end}", f"{self.TEXT}{end}"
+        there, back = texts.between(longer, shorter), texts.between(shorter, longer)
+        assert there.slot == back.slot
+        assert there.change == back.change
+        assert there.value == back.former
+
+    @pytest.mark.parametrize("place", [10, 40, 100])
+    def test_a_passage_lies_in_the_slot_of_its_size_wherever_it_stands(self, texts: Texts, place: int) -> None:
+        def edited(at: int) -> Changes:
+            words = self.TEXT.split()
+            new = [*words[:at], *said(PASSAGE, 500).split(), *words[at + PASSAGE :]]
+            return texts.between(" ".join(new), self.TEXT)
+
+        one, other = edited(place), edited(70)
+        assert (len(one), one.word) == (1, 1)
+        assert one.slot == other.slot
+
+    def test_passages_of_other_sizes_lie_in_other_slots(self, texts: Texts) -> None:
+        slots = {int(texts.between(f"{self.TEXT} {said(count, 500)}", self.TEXT).slot[0]) for count in (3, 9, 30, 90)}
+        assert len(slots) == 4
+
+    def test_a_passage_of_numbers_is_one_of_words(self, texts: Texts) -> None:
+        assert texts.between(f"{self.TEXT} 1 2 3", self.TEXT).word == 1
+
+    def test_a_few_tokens_within_a_long_text_lie_where_they_stand(self, texts: Texts) -> None:
+        few = said(PASSAGE - 1, 500)
+        one, other = (texts.between(f"for {few} {text}", f"for {text}") for text in (self.TEXT, "now"))
+        assert one.slot == other.slot, "behind a word that both share"
+
+    def test_a_short_text_has_no_passages(self, texts: Texts) -> None:
+        text = said(LONG_TEXT - PASSAGE - 2)
+        for new in (said(PASSAGE, 500), "root"):
+            assert texts.between(f"{text} for {new}", f"{text} for").slot == texts.between("for a", "for b").slot
 
 
 class TestBatches:

@@ -176,6 +176,12 @@ class TestTokenIndex:
         assert index.add(lines[0]) == 120
         assert find(index, *packed(lines[:1]), k=1).tolist() == [[120]]
 
+    def test_a_record_that_is_gone_has_no_length(self, index: TokenIndex) -> None:
+        for length in (3, 1, 7):
+            index.add(np.arange(length, dtype=np.int32))
+        index.remove(1)
+        assert index.lengths_of(np.array([2, 1, 0, -1, 17])).tolist() == [7, 0, 3, 0, 0]
+
     def test_a_collection_that_forgets_as_fast_as_it_learns_does_not_grow(self, index: TokenIndex) -> None:
         lines = templates(2000)
         for number, line in enumerate(lines):
