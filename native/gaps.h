@@ -3,9 +3,9 @@
  * oracle.
  *
  * Between two pairs of tokens there may be a gap: tokens of the record that have no partner were replaced by those of the
- * input that have none. A gap lies in a slot: behind the nearest word to the left that both share, or, in a long text
- * where much has changed or at its end, the slot of passages of such a size. For each gap the slot, what either has
- * there, and what both have there are written.
+ * input that have none. A gap lies in a slot: behind the nearest word to the left that both share. In a long text, where
+ * many tokens have changed, or words at its end, it lies in the slot of passages of such a size. For each gap the slot,
+ * what either has there, and what both have there are written.
  *
  * ROADS NOT TAKEN.  Numpy: about twenty operations on small arrays take 100 us, as long as the plan of ten lines.
  */
@@ -34,7 +34,7 @@ static inline Py_ssize_t longer(Py_ssize_t one, Py_ssize_t other)
     return one > other ? one : other;
 }
 
-/* The slot of a passage: how many times the text is longer, in powers of two. No word has such a number. */
+/* The slot of a passage: the text has 2^size times as many tokens, or more. No word has such a number. */
 static uint64_t slot_of_passage(Py_ssize_t text, Py_ssize_t passage)
 {
     uint64_t size = 0;
@@ -65,17 +65,18 @@ static void add_gaps(Gaps *gaps, int64_t sequence, const int32_t *own, Py_ssize_
             uint64_t slot = mix((uint64_t)(anchor + 1) * 2 + word);
             const Py_ssize_t text = longer(n, m), most = longer(j - here, p - there);
             const bool at_end = j >= n - 1 && p >= m - 1 && (j == here || p == there);
-            if (text >= LONG_TEXT && (most >= PASSAGE || at_end)) {
+            const bool passage = word && text >= LONG_TEXT && (most >= PASSAGE || at_end);
+            if (passage)
                 slot = slot_of_passage(text, most);
-                word = true;
-            }
             uint64_t before = mix(run(record + there, p - there)), after = mix(run(own + here, j - here));
+            /* A passage says nothing of the same words in another text. */
+            uint64_t both = before + after + (passage ? mix(run(own, n)) + mix(run(record, m)) : 0);
             Py_ssize_t g = gaps->count++;
             gaps->sequence[g] = sequence;
             gaps->slot[g] = slot;
-            gaps->value[g] = mix(slot + after);
-            gaps->former[g] = mix(slot + before);
-            gaps->change[g] = mix(slot + before + after);
+            gaps->change[g] = mix(slot + both);
+            gaps->value[g] = mix(passage ? gaps->change[g] : slot + after);
+            gaps->former[g] = mix(passage ? gaps->change[g] : slot + before);
             gaps->word[g] = word;
         }
         if (p < m && is_word(kinds, record[p]))

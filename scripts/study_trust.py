@@ -1,9 +1,10 @@
 """Trust at full length: attackers in known templates, texts that are asked again and again, and floods of new texts.
 
-    python scripts/study_trust.py ../shared docs/trust.json attackers canaries flood    # minutes on two cores
+    python scripts/study_trust.py ../shared docs/trust.json attackers growth canaries flood  # half an hour, two cores
     python scripts/study_trust.py --table docs/trust.json                               # docs/trust-measured.md
 
 Every part adds its rows to the JSON. Records are looked up always (``gate=False``): reuse is as frequent as it can be.
+What is learned, is learned at once; of texts that grow in pauses, so that these are served as they grow.
 """
 
 from __future__ import annotations
@@ -109,22 +110,23 @@ def logs(chance: random.Random, shared: Path) -> tuple[list[str], list[tuple[str
 
 
 def appended(chance: random.Random, shared: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Conversations that are read again at every turn, of 20 users at once, and some of them with an end of a film's
-    review behind that has another sentiment."""
+    """Conversations that are read again at every turn, of 20 users at once. Attacks: conversations with an end of a
+    film's review of another sentiment. The same ends were asked behind conversations of their own sentiment before."""
     questions = questions_of(shared / "data")
     chance.shuffle(questions)
     said = [questions[first : first + TURNS] for first in range(0, BENIGN, TURNS)]
     benign = [" ".join(own[: turn + 1]) for group in at_once(said, TURNS) for turn in range(TURNS) for own in group]
     twins = chance.sample([text for text in benign if LONGEST // 4 <= len(text.split()) <= LONGEST // 2], ATTACKS)
     ends = [" ".join(parts[-chance.randint(2, 5) :])
-            for parts in itertools.islice(reviews_of(shared / "data"), ATTACKS)]  # fmt: skip
+            for parts in itertools.islice(reviews_of(shared / "data"), ATTACKS // 5)]  # fmt: skip
     model, tokenizer = classifier(shared, "minilm-sst2")
     memoize(model, linear="exact")
     classes = [[int(one) for part in at_once(texts, BATCH) for one in ask(model, tokenizer, part).argmax(1)]
                for texts in (twins, ends)]  # fmt: skip
-    others = [[end for end, own in zip(ends, classes[1], strict=True) if own != label] for label in (0, 1)]
-    attacks = [(f"{twin} {end}", twin) for twin, label in zip(twins, classes[0], strict=True)
-               for end in chance.sample(others[label], 8)]  # fmt: skip
+    of_class = [[end for end, own in zip(ends, classes[1], strict=True) if own == label] for label in (0, 1)]
+    labelled = list(zip(twins, classes[0], strict=True))
+    benign += [f"{twin} {chance.choice(of_class[label])}" for twin, label in labelled]
+    attacks = [(f"{twin} {end}", twin) for twin, label in labelled for end in chance.sample(of_class[1 - label], 12)]
     chance.shuffle(attacks)
     return benign, attacks
 
@@ -156,6 +158,8 @@ def attackers(shared: Path, kinds: Sequence[tuple[str, Maker]] = TEMPLATE_KINDS)
             for kind, labels in about.items():
                 model, _ = classifier(shared, name, labels)
                 memoize(model, budget=0.01, gate=False, linear="exact", tokenizer=tokenizer)
+                if make is appended:
+                    vars(model.attmemo.planner)["learns_at_once"] = lambda asking: False
                 for part in at_once(benign, BATCH):
                     ask(model, tokenizer, part)
                 before = model.attmemo.stats()

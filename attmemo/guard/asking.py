@@ -47,8 +47,8 @@ class Asking:
     exact, low, changed : set of int
         Sequences that were to be served, and whose answers were computed exactly after all; of these those below the
         margin; and sequences whose answer a record changed.
-    grown : set of int
-        Sequences that differ so much from the records that serve them that they are to become records.
+    grown : dict of int to int32 [n]
+        Sequences that are so much longer than their records that they become records in a pause, and their tokens.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Asking:
         self.epoch = 0
         self.exact: set[int] = set()
         self.low: set[int] = set()
-        self.grown: set[int] = set()
+        self.grown: dict[int, Tokens] = {}
         self.changed: set[int] = set()
 
     def where(self, *verdicts: Verdict) -> list[int]:

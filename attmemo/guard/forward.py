@@ -16,7 +16,6 @@ Answers that are pooled from what the blocks gave need no second run. A failed v
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -36,23 +35,21 @@ from attmemo.guard.asking import Asking, worth_of
 from attmemo.guard.change_log import Case, ChangeLog
 from attmemo.guard.confidence import Sureness, known
 from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part, spare_of, teaches_nothing
+from attmemo.guard.failures import Failures
 from attmemo.guard.guard import Guard
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.pooled import Pooled
 from attmemo.guard.rest import Rest
 from attmemo.guard.shadow import Shadow
 from attmemo.guard.verdict import Verdict
+from attmemo.kernels.align import Tokens
 from attmemo.kernels.plan import Evidence
 from attmemo.rows.candidate import Offer
 from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.planner import Flags
 
-_LOG = logging.getLogger("attmemo")
-
 STORED: Final = 1.0
 """Seconds that work for idle times waits for its records to be stored."""
-FAILS: Final = 3
-"""Verifications that fail, one behind the other, before there is an alarm."""
 
 
 class Guarded:
@@ -83,7 +80,8 @@ class Guarded:
         self._engine, self._store, self.sureness = engine, store, sureness
         self.deferred, self.shadow, self._log = deferred, shadow, log
         self._rest = Rest()
-        self.rows_afterwards, self._fails = 0, 0  # computed to verify afterwards; verifications that failed in a row
+        self._failures = Failures(engine, lambda: self.guard)
+        self.rows_afterwards = 0  # computed to verify afterwards
 
     def __call__(self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the model; `names` are those of its arguments."""
@@ -191,19 +189,19 @@ class Guarded:
                 raise ValueError(f"{len(seen.values)} answers to {asking.batch} sequences")
             self.sureness.note(seen, done.offers)
         except Exception as error:  # an output of another form than at memoize's check
-            self._failed("an answer could not be read", error)
+            self._failures.note("an answer could not be read", error)
             return self._whole(forward, inputs, output, asking)
         try:
             output = self._raise_low(forward, inputs, output, mask, seen, asking)
         except Exception as error:
-            self._failed("an answer below the margin could not be computed alone", error)
+            self._failures.note("an answer below the margin could not be computed alone", error)
             return self._whole(forward, inputs, output, asking)
         try:
             self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
             if mask is not None and not self.planner.learns_at_once(asking) and self.guard.learns:
                 self._learn_later(forward, inputs, output, mask, asking.left(done.offers), self.guard, seen)
         except Exception as error:
-            self._unverified(error)
+            self._failures.unverified(error)
         return output
 
     def _raise_low(
@@ -235,9 +233,12 @@ class Guarded:
                     asking.epoch,
                 )  # fmt: skip
             asking.low |= low
-        if later := [*owed, *sorted(asking.grown - low - owed.keys())[: max(asking.room - len(owed), 0)]]:
-            compare = partial(self._compare_owed, owed, asking, self.guard)
-            self._defer(forward, inputs, mask, later, asking.batch, compare, "owed")
+        grown = {place: asking.grown[place].copy() for place in served if place in asking.grown}
+        fresh = [place for place in grown if place not in owed][: max(asking.spare - len(owed), 0)]
+        if owed or fresh:
+            compare = partial(self._compare_owed, owed, grown, self.guard, asking.epoch)
+            kind = "grown" if grown else "owed"
+            self._defer(forward, inputs, mask, [*owed, *fresh], asking.batch, compare, kind)
         return output
 
     def _learn_later(
@@ -253,7 +254,7 @@ class Guarded:
         try:
             seen = seen or self.answers.read(output, mask)
         except Exception as error:
-            self._failed("an answer could not be read", error)
+            self._failures.note("an answer could not be read", error)
             return
         self._defer(forward, inputs, mask, places, len(mask), partial(self._learn, seen, guard), "learned")
 
@@ -267,7 +268,7 @@ class Guarded:
             try:
                 return compare(part)
             except Exception as error:
-                self._unverified(error)
+                self._failures.unverified(error)
                 return False
 
         self.deferred.add(forward, inputs, mask, places, batch, afterwards, kind)
@@ -306,7 +307,7 @@ class Guarded:
             verdict = asking.verdicts[place]
             assert verdict is not None
             self._compared(asking, place, verdict, known(margins[number]), changed, self.guard)
-        self._fails = 0
+        self._failures.verified()
 
     def _settle(self, asking: Asking) -> None:
         """Count the answers that came from records, now that they are final.
@@ -321,10 +322,15 @@ class Guarded:
             repeated = given.count(Evidence.SAME)
             self._engine.counters.answered(len(given) - repeated, repeated)
 
-    def _compare_owed(self, owed: Mapping[int, Owed], asking: Asking, guard: Guard, part: Part) -> bool:
-        """Compare answers that were given from records with the exact ones; make records of those that are grown."""
-        keeps = [number for number, place in enumerate(part.places) if place in asking.grown]
-        found, _ = self._again(Asking(keeps=keeps), guard, part)
+    def _compare_owed(
+        self, owed: Mapping[int, Owed], grown: Mapping[int, Tokens], guard: Guard, epoch: int, part: Part
+    ) -> bool:  # fmt: skip
+        """Compare answers that were given from records with the exact ones; make records of inputs that are grown."""
+        keeps = [number for number, place in enumerate(part.places)
+                 if place in grown and self.planner.index.same(grown[place]) < 0]  # fmt: skip
+        if not keeps and owed.keys().isdisjoint(part.places):
+            return False
+        found, done = self._again(Asking(keeps=keeps), guard, part)
         if found is None:
             return False
         for number, place in enumerate(part.places):
@@ -333,10 +339,11 @@ class Guarded:
             changed = self.answers.differ(one.answer.read, one.answer.number, found, number)
             if changed and self._log is not None and one.case is not None:
                 blamed = guard.verified.blamed(one.changes)
-                self._log.note(one.case, Verdict.OWE, one.answer.margin, blamed, asking.epoch, given=True)
-            if guard.compared(Verdict.OWE, one.changes, one.evidence, one.answer.margin, changed, asking.epoch):
-                self._tell_alarm()
-        self._fails = 0
+                self._log.note(one.case, Verdict.OWE, one.answer.margin, blamed, epoch, given=True)
+            if guard.compared(Verdict.OWE, one.changes, one.evidence, one.answer.margin, changed, epoch):
+                self._failures.tell_alarm()
+        self._failures.verified()
+        self._keep(found, done)
         return True
 
     def _learn(self, seen: Read, guard: Guard, part: Part) -> bool:
@@ -359,10 +366,21 @@ class Guarded:
             asking.serve_only(done.served)
             for number in asking.exact:
                 guard.take_back(asking.evidence(number), asking.epoch)
-        self._fails = 0
+        self._failures.verified()
         if guard.stands and not stood:
             self.planner.times.try_again()
+        self._keep(found, done)
+        if asking.grown:  # in shadow mode: these would have been served, and have become records now
+            again, made = self._again(Asking(keeps=list(asking.grown)), guard, part)
+            if again is not None:
+                self._keep(again, made)
         return True
+
+    def _keep(self, seen: Read, done: Outcome) -> None:
+        """Have the records kept that a replay offers, with its answers."""
+        self.sureness.note(seen, done.offers)
+        if self._store is not None:
+            self._store.keep(list(done.offers.values()), STORED)
 
     def _compared(
         self, asking: Asking, place: int, verdict: Verdict, margin: float | None, changed: bool, guard: Guard
@@ -373,10 +391,10 @@ class Guarded:
             case = Case.of(asking, place, self.planner.index)
             self._log.note(case, verdict, margin, guard.verified.blamed(changes), asking.epoch)
         if guard.compared(verdict, changes, evidence, margin, changed, asking.epoch):
-            self._tell_alarm()
+            self._failures.tell_alarm()
 
     def _again(self, asking: Asking, guard: Guard, part: Part) -> tuple[Read | None, Outcome]:
-        """Run a part of a forward again, keep what it offers; None: the model or the guard is another one by now."""
+        """Run a part of a forward again; None: that says nothing, for the model or the guard is another one by now."""
         if guard is not self.guard:
             return None, NOTHING
         observed, (args, kwargs) = Observed(), shallow(part.inputs)  # these rows are of other requests
@@ -385,20 +403,13 @@ class Guarded:
                 output = part.forward(*args, **kwargs)
             if asking.twice or not (asking.planned and guard is self.guard and self.deferred.is_current(part)):
                 return None, NOTHING
-            found = self.answers.read(output, part.mask)
-            self.sureness.note(found, opened.outcome.offers)
-            if self._store is not None:
-                self._store.keep(list(opened.outcome.offers.values()), STORED)
-            return found, opened.outcome
+            return self.answers.read(output, part.mask), opened.outcome
         finally:
             self.rows_afterwards += observed.extra
 
     def begin_anew(self, guard: Guard) -> None:
         """Ask this guard from now on."""
         self.guard, self._rest = guard, Rest()
-
-    def _tell_alarm(self) -> None:
-        _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
 
     def _from_records(
         self, forward: Model, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, batch: int,
@@ -435,16 +446,3 @@ class Guarded:
     def _replay(self, asking: Asking, **given: Any) -> AbstractContextManager[Forward]:
         """While inside, forwards compute a part of another one again: exactly, or from last hidden states."""
         return self._engine.open(asking=asking, repeats=True, **given)
-
-    def _unverified(self, error: Exception) -> None:
-        """Answers could not be verified. If that goes on, none is reused: it would not be seen that they change."""
-        self._failed("an answer could not be verified", error)
-        self._fails += 1
-        if self._fails % FAILS == 0:
-            self.guard.alarm()
-            self._tell_alarm()
-
-    def _failed(self, what: str, error: Exception) -> None:
-        if count := self._engine.counters.failure(what, error, 1):
-            debug = _LOG.isEnabledFor(logging.DEBUG)
-            _LOG.warning("attmemo: %s: %s (%d so far)", what, error, count, exc_info=debug)

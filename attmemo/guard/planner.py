@@ -45,7 +45,7 @@ LOOKS: Final = 2
 AGAIN: Final = 0.15
 """Share of what is asked that was asked before from which on it is seen what records could supply."""
 GROWN: Final = 0.25
-"""Share by which a long text is longer than the record that may serve it from which on it becomes a record, too."""
+"""A long text becomes a record once it is longer than its record by more than this share of that."""
 KNOWN: Final = 0.3
 """Share of an input that was asked before from which on it becomes a record where each new record costs an old one."""
 AROUND: Final = 0.15
@@ -56,6 +56,10 @@ FALLS: Final = 0.7
 
 class Store(Protocol):
     """Keeps sequences that were computed whole."""
+
+    @property
+    def fills(self) -> bool:
+        """Whether what is offered is kept."""
 
     def admit(self, lengths: Ints) -> int:
         """Return how many sequences of these lengths, the first ones, may become records, computed whole."""
@@ -141,24 +145,35 @@ class GuardedPlanner(RowPlanner):
         if asked is None:
             return Whole.plan(self, layer, call, spans, forward)
         found, looked = self._look_up(asked, asking)
-        evidence, grown = found.evidence, self._grown(asked, found)
+        evidence, firsts, grown = found.evidence, firsts_of(asked), self._grown(asked, found)
         if not self.times.always:
             self._expect(asked, found)
-        most = self._most(asked, found) if self.learns_at_once(asking) else 0
-        if most and self.guard.affords():  # they become records now: no pause for that will come
-            evidence = np.where(grown, np.uint8(Evidence.UNSURE), evidence)
-        asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room, most)
-        asking.grown = set(np.flatnonzero(grown).tolist()).intersection(asking.served)
+        at_once = self.learns_at_once(asking)
+        most = self._most(asked, found) if at_once else 0
+        keeps = self._keeps(most)
+        now = self._record_now(asked, grown, asking.worth, keeps)
+        if len(now):  # computed whole, as if there were nothing alike
+            evidence = evidence.copy()
+            evidence[now] = Evidence.NONE
+        asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts, asking.room, most)
+        if grown and not at_once:
+            asking.grown = _rows_of(asked, np.array([place for place in grown if firsts[place] == place], np.int64))
         self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
         beside = {place: asking.reused(place) for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)}
         admitted: dict[int, Tokens] = {}
-        if most and self._store is not None and (self.times.always or self._store.waits() <= WAITS):
+        if keeps and self._store is not None:
             places = self._new(evidence, served, beside)
             places = places if asking.worth is None else places[asking.worth[places]]
-            places = places[: most if self.times.always else min(most, NEW)]
+            places = np.concatenate([now, places[~np.isin(places, now)]])[:keeps] if len(now) else places[:keeps]
             admitted = _rows_of(asked, places[: self._store.admit(asked.lengths[places])])
         return plan_of(layer, spans, asked, found, served, admitted, beside)
+
+    def _keeps(self, most: int) -> int:
+        """Return how many sequences of a request may become records, where so many may be learned from."""
+        if not most or self._store is None or self.times.always:
+            return most
+        return min(most, NEW) if self._store.waits() <= WAITS else 0
 
     def _new(self, evidence: npt.NDArray[Any], served: Flags, tried: Mapping[int, Reused]) -> Ints:
         """Return the sequences of a batch that are worth a record, those with nothing alike in the store first.
@@ -174,16 +189,25 @@ class GuardedPlanner(RowPlanner):
         kinds[1] = np.array([place for place in kinds[1].tolist() if place not in tried][:UNKNOWN], np.int64)
         return np.concatenate(kinds)
 
-    def _grown(self, asked: Asked, found: RowPlan) -> Flags:
-        """Return which inputs ``[B]`` are to become records, although others may serve them: long texts that go on.
+    def _grown(self, asked: Asked, found: RowPlan) -> list[int]:
+        """Return the inputs that are to become records, although others may serve them: long texts that go on.
 
-        What is asked next has grown from themselves. What only changed, as a window does that moves over lines, would
-        have no better record by that.
+        What is asked next has grown from these inputs, not from their records. A window that moves over lines has not
+        grown: the next one is no more like it than it is like its record.
         """
         known = (found.evidence >= Evidence.FREELY) & (found.evidence < Evidence.SAME) & (asked.lengths >= LONG_TEXT)
-        if self._store is None or not known.any():
-            return np.zeros(len(known), np.bool_)
-        return known & (self.index.lengths_of(found.record) < (1.0 - GROWN) * asked.lengths)
+        if self._store is None or not self._store.fills or not known.any():
+            return []
+        before = self.index.lengths_of(found.record)
+        return np.flatnonzero(known & (before > 0) & ((1.0 + GROWN) * before < asked.lengths)).tolist()
+
+    def _record_now(self, asked: Asked, grown: list[int], worth: Flags | None, most: int) -> Ints:
+        """Return which grown inputs are computed whole, to become records in this request, so many at most."""
+        if not (grown and most and self._store is not None and self.guard.affords()):
+            return np.empty(0, np.int64)
+        places = np.array(grown, np.int64)
+        places = (places if worth is None else places[worth[places]])[:most]
+        return places[: self._store.admit(asked.lengths[places])]
 
     def _expect(self, asked: Asked, found: RowPlan) -> None:
         """Note how much could be reused."""
@@ -270,6 +294,8 @@ class GuardedPlanner(RowPlanner):
             else self._without_known(asked, self.guard.try_all(evidence))
         )  # fmt: skip
         served = np.array([verdict not in (None, Verdict.LEAVE) for verdict in verdicts])
+        if asking.decides and (grown := self._grown(asked, found)):
+            asking.grown = _rows_of(asked, np.array(grown, np.int64))
         self._count(asked, found, served, (start, looked), forward.counters)
         fresh = np.flatnonzero(found.evidence == Evidence.NONE) if self._store is not None else served[:0]
         return plan_of(layer, spans, asked, found, served, _rows_of(asked, fresh))
@@ -279,11 +305,10 @@ class GuardedPlanner(RowPlanner):
     ) -> Plan:  # fmt: skip
         """The plan of a replay that computes all exactly, and makes records of some."""
         tokens = self._tokens(given.arguments, spans, call.shape[1])
-        if isinstance(tokens, str) or self._store is None:
+        if isinstance(tokens, str):
             return Whole.plan(self, layer, call, spans, forward)
         asked, none = Asked.of(tokens, np.asarray(spans.lengths, np.int64)), np.full(len(spans.lengths), -1, np.int64)
-        places = np.array(asking.keeps, np.int64)
-        admitted = _rows_of(asked, places[: self._store.admit(asked.lengths[places])])
+        admitted = _rows_of(asked, np.array(asking.keeps, np.int64))
         share = RowShare.of(asked.lengths, none, np.full(len(tokens), -1, np.int32), admitted=admitted)
         return Plan(spans=spans, layers={layer: share})
 

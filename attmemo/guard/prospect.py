@@ -55,7 +55,7 @@ class Prospect:
             turn = self._forwards % FIRST
             if self._forwards <= FIRST or turn == 0:
                 self._see(ids.numpy(), mask.numpy() != 0)
-            elif turn == FIRST - 1 and len(ids) < EACH:  # few: what the next ones are like may be just this one
+            elif turn == FIRST - 1 and len(ids) < EACH:  # in a batch there are neighbours; here the next one is
                 self._see(ids.numpy(), mask.numpy() != 0, asks=False)
 
     def _see(self, ids: npt.NDArray[Any], valid: npt.NDArray[np.bool_], asks: bool = True) -> None:

@@ -1,9 +1,14 @@
 """What changed between an input and its record, in plain Python: the oracle of `native/gaps.h`.
 
 Tokens of an input and of its record are paired (`attmemo.kernels.align`). Where tokens of either have no partner,
-there is a gap: tokens of the record were replaced, removed or put in. A gap lies in a *slot*: behind the nearest
-word to the left that both share. "Failed password for root" and "Failed password for guest" differ in the slot behind
-"for".
+there is a gap: tokens of the record were replaced, removed or put in. A gap lies in a *slot*, mostly that behind the
+nearest word to the left that both share. "Failed password for root" and "Failed password for guest" differ in the slot
+behind "for".
+
+A long text is seldom changed twice at the same place. So some gaps in it are *passages*: gaps of many tokens with a
+word among them, and words that were put in or removed at the end, where one more token, as a closing mark, may be.
+Passages of about the same share of their texts lie in one slot. What a passage says is known for these two texts
+alone: the same words behind another text are another value, and another change.
 
 Slots, values and changes are hashes of token ids, the same on every machine and in every process.
 """
@@ -42,13 +47,13 @@ class Changes:
     slot : uint64 [g]
         Where the gap lies.
     value : uint64 [g]
-        What the input has there, and where.
+        What the input has there, and where; of a passage what both have, and the texts.
     former : uint64 [g]
-        What the record has there, and where.
+        What the record has there, and where; of a passage what both have, and the texts.
     change : uint64 [g]
         What the record and the input have there, in any order, and where.
     word : uint8 [g]
-        1: a token that is a word was replaced, removed or put in, or the gap is a passage.
+        1: a token that is a word was replaced, removed or put in.
     """
 
     sequence: Ints
@@ -120,12 +125,16 @@ def changes(
                 old, new = record[there:p], own[here:j]
                 word = int(any(is_word(kinds, token) for token in old + new))
                 slot = _mix((anchor + 1) * 2 + word)
+                before, after = _mix(_run(old)), _mix(_run(new))
                 text, most = max(len(own), len(record)), max(len(old), len(new))
                 at_end = j >= len(own) - 1 and p >= len(record) - 1 and not (old and new)
-                if text >= LONG_TEXT and (most >= PASSAGE or at_end):
-                    slot, word = _slot_of_passage(text, most), 1
-                before, after = _mix(_run(old)), _mix(_run(new))
-                gaps.append((b, slot, _mix(slot + after), _mix(slot + before), _mix(slot + before + after), word))
+                if word and text >= LONG_TEXT and (most >= PASSAGE or at_end):
+                    slot = _slot_of_passage(text, most)
+                    change = _mix(slot + before + after + _mix(_run(own)) + _mix(_run(record)))
+                    value = former = _mix(change)
+                else:
+                    change, value, former = _mix(slot + before + after), _mix(slot + after), _mix(slot + before)
+                gaps.append((b, slot, value, former, change, word))
             if p < len(record) and is_word(kinds, record[p]):
                 anchor = record[p] & IDS
             here, there = j + 1, p + 1
@@ -135,7 +144,7 @@ def changes(
 
 
 def _slot_of_passage(text: int, passage: int) -> int:
-    """The slot of a passage: how many times the text is longer, in powers of two. No word has such a number."""
+    """The slot of a passage: the text has 2^size times as many tokens, or more. No word has such a number."""
     return _mix((1 << 40) + (text // passage).bit_length() - 1)
 
 

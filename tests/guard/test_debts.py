@@ -18,7 +18,7 @@ from torch import nn
 from attmemo.guard import deferred
 from attmemo.guard.certificate import Counts
 from attmemo.guard.deferred import AT_ONCE, IN_A_PAUSE, Deferred, Part
-from attmemo.guard.forward import FAILS
+from attmemo.guard.failures import FAILS
 from attmemo.guard.guard import Guard
 from attmemo.guard.idle import Idle
 from attmemo.guard.time_account import TimeAccount

@@ -31,6 +31,7 @@ from guarded import (
 from packed_models import NEAR, Inputs, batch, gap
 
 from attmemo.guard.confidence import KEY
+from attmemo.guard.known_changes import WORDS
 from attmemo.handle.rows import NO_TOKENIZER
 from attmemo.kernels.kinds import NO_KINDS
 from attmemo.kernels.plan import Demand
@@ -397,3 +398,35 @@ class TestGrowth:
         assert model.attmemo.flush()
         assert model.attmemo.stats()["records"] == 2
         assert model.attmemo.stats()["guard"]["verified"] == verified + 1
+
+    def test_in_shadow_mode_they_become_records_once_they_would_be_served(
+        self, classifier: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = guarded(classifier.bare, tokenizer=Words(), shadow=True)
+        monkeypatch.setattr(model.attmemo.guarded.answers, "differ", lambda *_: False)
+        run(model, batch([self.TEXT], 7))
+        for seed in range(self.TIMES):
+            run(trusting(model), self.grown(seed))
+        assert model.attmemo.stats()["records"] == 1 + self.TIMES - WORDS
+
+    def test_a_text_that_was_asked_twice_before_the_pause_is_computed_once(
+        self, classifier: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, inputs = self.model(classifier, monkeypatch), self.grown(100)
+        monkeypatch.setattr(model.attmemo.planner, "learns_at_once", lambda asking: False)
+        with torch.inference_mode():
+            model(**rows_of(inputs, 0, 0))
+            model(**inputs)
+        assert len(model.attmemo.deferred) == 2, "equal inputs of a batch are one"
+        before = model.attmemo.stats()["rows_afterwards"]
+        assert model.attmemo.flush()
+        assert model.attmemo.stats()["rows_afterwards"] - before == inputs["input_ids"].shape[1]
+
+    def test_where_no_record_can_be_made_grown_texts_are_reused_all_the_same(
+        self, classifier: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = self.model(classifier, monkeypatch)
+        monkeypatch.setattr(model.attmemo.engine.reuse.store, "fills", False)
+        run(model, self.grown(100))
+        assert done(model)["reused"] == 1
+        assert model.attmemo.stats()["records"] == 1

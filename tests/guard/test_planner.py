@@ -51,18 +51,21 @@ def test_of_sequences_with_unknown_changes_few_become_records_and_none_that_is_t
     assert found == [1, 3, 4, 5, 6, 7][:UNKNOWN]
 
 
-def grown_of(evidence: list[Evidence], lengths: list[int], records: list[int]) -> list[bool]:
+def grown_of(evidence: list[Evidence], lengths: list[int], records: list[int], fills: bool = True) -> list[bool]:
     """Which inputs of these lengths are to become records, beside others of these lengths."""
     own = planner()
+    own._store.fills = fills
     own.index = SimpleNamespace(lengths_of=lambda numbers: np.array(records)[numbers])
     found = SimpleNamespace(evidence=np.array(evidence), record=np.arange(len(records)))
-    grown: list[bool] = GuardedPlanner._grown(own, asked_of(*lengths), found).tolist()
-    return grown
+    grown = GuardedPlanner._grown(own, asked_of(*lengths), found)
+    return [place in grown for place in range(len(lengths))]
 
 
 def test_a_long_text_that_has_grown_by_a_quarter_becomes_a_record_beside_the_one_that_serves_it() -> None:
-    long, few = 2 * LONG_TEXT, int(1.5 * LONG_TEXT) - 1
-    assert grown_of([Evidence.FREELY] * 3, [long, long, few], [few, few + 1, few]) == [True, False, False]
+    record = 4 * LONG_TEXT
+    kinds, lengths = [Evidence.FREELY] * 3, [5 * LONG_TEXT + 1, 5 * LONG_TEXT, 5 * LONG_TEXT + 1]
+    assert grown_of(kinds, lengths, [record, record, 0]) == [True, False, False], "the last one's record is gone"
+    assert not any(grown_of(kinds, lengths, [record, record, record], fills=False))
 
 
 def test_what_only_changed_is_short_or_is_not_known_makes_no_record_beside_another() -> None:

@@ -138,7 +138,14 @@ class TestPassages:
                  for n, text in enumerate((self.TEXT, said(2 * LONG_TEXT, 900)))]  # fmt: skip
         assert [len(one) for one in found] == [1, 1]
         assert found[0].slot == found[1].slot
-        assert found[0].former == found[1].former, "nothing stood there"
+        assert found[0].change != found[1].change
+        assert found[0].value == found[0].former != found[1].value
+
+    def test_the_same_words_behind_another_text_are_another_change(self, texts: Texts) -> None:
+        """What they did to one answer says nothing of another text's."""
+        found = [texts.between(f"{text} do not buy", text) for text in (self.TEXT, said(2 * LONG_TEXT, 900))]
+        assert found[0].slot == found[1].slot
+        assert found[0].change != found[1].change
         assert found[0].value != found[1].value
 
     @pytest.mark.parametrize("end", ["", " end"])
@@ -164,8 +171,11 @@ class TestPassages:
         slots = {int(texts.between(f"{self.TEXT} {said(count, 500)}", self.TEXT).slot[0]) for count in (3, 9, 30, 90)}
         assert len(slots) == 4
 
-    def test_a_passage_of_numbers_is_one_of_words(self, texts: Texts) -> None:
-        assert texts.between(f"{self.TEXT} 1 2 3", self.TEXT).word == 1
+    def test_numbers_alone_are_no_passage(self, texts: Texts) -> None:
+        many = " ".join(map(str, range(2 * PASSAGE)))
+        one, other = texts.between(f"for {many} {self.TEXT}", f"for {self.TEXT}"), texts.between("for 1", "for 2")
+        assert one.slot == other.slot
+        assert one.word == 0
 
     def test_a_few_tokens_within_a_long_text_lie_where_they_stand(self, texts: Texts) -> None:
         few = said(PASSAGE - 1, 500)
