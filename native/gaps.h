@@ -56,6 +56,7 @@ static void add_gaps(Gaps *gaps, int64_t sequence, const int32_t *own, Py_ssize_
 {
     Py_ssize_t here = 0, there = 0; /* behind the last pair */
     int64_t anchor = -1;
+    uint64_t texts = 0; /* of both, once it is needed */
     for (Py_ssize_t j = 0; j <= n; j++) {
         Py_ssize_t p = j < n ? partner[j] : m;
         if (p < 0)
@@ -69,14 +70,16 @@ static void add_gaps(Gaps *gaps, int64_t sequence, const int32_t *own, Py_ssize_
             if (passage)
                 slot = slot_of_passage(text, most);
             uint64_t before = mix(run(record + there, p - there)), after = mix(run(own + here, j - here));
-            /* A passage says nothing of the same words in another text. */
-            uint64_t both = before + after + (passage ? mix(run(own, n)) + mix(run(record, m)) : 0);
+            if (passage && !texts)
+                texts = mix(run(own, n)) + mix(run(record, m));
+            const uint64_t words = mix(slot + before + after);
             Py_ssize_t g = gaps->count++;
             gaps->sequence[g] = sequence;
             gaps->slot[g] = slot;
-            gaps->change[g] = mix(slot + both);
-            gaps->value[g] = mix(passage ? gaps->change[g] : slot + after);
-            gaps->former[g] = mix(passage ? gaps->change[g] : slot + before);
+            /* What a passage did to an answer is known of these two texts alone. */
+            gaps->change[g] = passage ? mix(words + texts) : words;
+            gaps->value[g] = passage ? mix(words) : mix(slot + after);
+            gaps->former[g] = passage ? mix(words) : mix(slot + before);
             gaps->word[g] = word;
         }
         if (p < m && is_word(kinds, record[p]))

@@ -97,6 +97,12 @@ class Asking:
         """Return how well the changes of a sequence are known."""
         return Evidence.NONE if self.plan is None else Evidence(self.plan.evidence[sequence])
 
+    def is_spare(self, sequence: int) -> bool:
+        """Return whether a record could have answered a sequence, or was not sure enough."""
+        verdict = self.verdicts[sequence] if self.verdicts else None
+        known = verdict in (Verdict.SERVE, Verdict.OWE, Verdict.SAMPLE)
+        return known or self.evidence(sequence) is Evidence.UNSURE
+
     def changes(self, sequence: int) -> Changes:
         """Return what changed between a sequence and its record."""
         assert self.plan is not None

@@ -235,20 +235,19 @@ class Guarded:
             asking.low |= low
         grown = {place: asking.grown[place].copy() for place in served if place in asking.grown}
         fresh = [place for place in grown if place not in owed][: max(asking.spare - len(owed), 0)]
-        if owed or fresh:
+        if owed:
             compare = partial(self._compare_owed, owed, grown, self.guard, asking.epoch)
-            kind = "grown" if grown else "owed"
-            self._defer(forward, inputs, mask, [*owed, *fresh], asking.batch, compare, kind)
+            self._defer(forward, inputs, mask, list(owed), asking.batch, compare, "owed")
+        if fresh:
+            keep = partial(self._keep_grown, grown, self.guard)
+            self._defer(forward, inputs, mask, fresh, asking.batch, keep, "grown")
         return output
 
     def _learn_later(
         self, forward: Model, inputs: Inputs, output: Any, mask: Tensor, places: Sequence[int],
         guard: Guard, seen: Read | None = None,
     ) -> None:  # fmt: skip
-        """Have records tried, and made, of sequences that were answered exactly; `seen`: the answers, if known.
-
-        `guard`: that of the time before the forward.
-        """
+        """Have records tried, and made, of sequences that were answered exactly, `seen`, under the guard of then."""
         if teaches_nothing(output):
             return
         try:
@@ -281,10 +280,8 @@ class Guarded:
         if self._store is None:
             return
         self._store.took(seconds)
-        spared = {Verdict.SERVE, Verdict.OWE, Verdict.SAMPLE}
         for place in offers.keys() - asking.changed:
-            verdict = asking.verdicts[place] if asking.verdicts else None
-            offers[place].spare |= asking.evidence(place) is Evidence.UNSURE or verdict in spared
+            offers[place].spare |= asking.is_spare(place)
         self._store.offer(list(offers.values()))
 
     def _verify(
@@ -326,16 +323,11 @@ class Guarded:
         self, owed: Mapping[int, Owed], grown: Mapping[int, Tokens], guard: Guard, epoch: int, part: Part
     ) -> bool:  # fmt: skip
         """Compare answers that were given from records with the exact ones; make records of inputs that are grown."""
-        keeps = [number for number, place in enumerate(part.places)
-                 if place in grown and self.planner.index.same(grown[place]) < 0]  # fmt: skip
-        if not keeps and owed.keys().isdisjoint(part.places):
-            return False
-        found, done = self._again(Asking(keeps=keeps), guard, part)
+        found, done = self._again(Asking(keeps=self.planner.lacking(grown, part.places)), guard, part)
         if found is None:
             return False
         for number, place in enumerate(part.places):
-            if (one := owed.get(place)) is None:  # it was not drawn: it is no sample
-                continue
+            one = owed[place]
             changed = self.answers.differ(one.answer.read, one.answer.number, found, number)
             if changed and self._log is not None and one.case is not None:
                 blamed = guard.verified.blamed(one.changes)
@@ -370,11 +362,21 @@ class Guarded:
         if guard.stands and not stood:
             self.planner.times.try_again()
         self._keep(found, done)
-        if asking.grown:  # in shadow mode: these would have been served, and have become records now
-            again, made = self._again(Asking(keeps=list(asking.grown)), guard, part)
-            if again is not None:
-                self._keep(again, made)
+        if asking.grown:  # in shadow mode: these would have been reused, and have become records now
+            self._keep_grown({part.places[number]: own for number, own in asking.grown.items()}, guard, part)
         return True
+
+    def _keep_grown(self, grown: Mapping[int, Tokens], guard: Guard, part: Part) -> bool:
+        """Make records of inputs that are grown. Whatever fails says nothing of verifying."""
+        try:
+            keeps = self.planner.lacking(grown, part.places)
+            found, done = self._again(Asking(keeps=keeps), guard, part) if keeps else (None, NOTHING)
+            if found is not None:
+                self._keep(found, done)
+            return found is not None
+        except Exception as error:
+            self._failures.note("a grown text could not become a record", error)
+        return False
 
     def _keep(self, seen: Read, done: Outcome) -> None:
         """Have the records kept that a replay offers, with its answers."""

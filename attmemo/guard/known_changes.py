@@ -33,6 +33,8 @@ WORDS: Final = 6
 """Harmless values that make a slot of words free."""
 PENALTY: Final = 4
 """Times as many values more are needed for each answer that changed."""
+PLENTY: Final = 1024
+"""Harmless passages of a slot that are remembered: many times what a slot needs that is blamed again and again."""
 MOST: Final = 1 << 18
 """Values that are remembered."""
 FEWEST: Final = 64
@@ -109,9 +111,14 @@ class Verified:
 
     def stayed(self, gaps: Gaps) -> None:
         """These changes, together, left the answer as it was."""
+        seen = set[int]()
         for slot, value, former, change, _ in _rows(gaps):
             if self._count >= MOST or change in self._harmful:
                 continue
+            if value == former:  # a passage: one answer is one value, and most of them never come again
+                if slot in seen or len(self._harmless.get(slot, ())) >= PLENTY:
+                    continue
+                seen.add(slot)
             self._join(slot, {value, former} - self._harmful)
             if len(self._changes) < MOST and change not in self._changes:
                 self._changes.add(change)

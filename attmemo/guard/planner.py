@@ -57,9 +57,8 @@ FALLS: Final = 0.7
 class Store(Protocol):
     """Keeps sequences that were computed whole."""
 
-    @property
-    def fills(self) -> bool:
-        """Whether what is offered is kept."""
+    def fits(self, lengths: Ints) -> Flags:
+        """Return which sequences of these lengths ``[B]`` can be kept at all."""
 
     def admit(self, lengths: Ints) -> int:
         """Return how many sequences of these lengths, the first ones, may become records, computed whole."""
@@ -145,19 +144,20 @@ class GuardedPlanner(RowPlanner):
         if asked is None:
             return Whole.plan(self, layer, call, spans, forward)
         found, looked = self._look_up(asked, asking)
-        evidence, firsts, grown = found.evidence, firsts_of(asked), self._grown(asked, found)
+        evidence, firsts = found.evidence, firsts_of(asked)
+        grown = self._grown(asked, found, firsts, asking.worth)
         if not self.times.always:
             self._expect(asked, found)
         at_once = self.learns_at_once(asking)
         most = self._most(asked, found) if at_once else 0
         keeps = self._keeps(most)
-        now = self._record_now(asked, grown, asking.worth, keeps)
-        if len(now):  # computed whole, as if there were nothing alike
+        now = self._record_now(asked, grown[:keeps])
+        if now:  # computed whole, as if there were nothing alike
             evidence = evidence.copy()
             evidence[now] = Evidence.NONE
-        asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts, asking.room, most)
-        if grown and not at_once:
-            asking.grown = _rows_of(asked, np.array([place for place in grown if firsts[place] == place], np.int64))
+        asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts, asking.room, most - len(now))
+        if not at_once:
+            asking.grown = _rows_of(asked, grown)
         self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
         beside = {place: asking.reused(place) for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)}
@@ -165,8 +165,11 @@ class GuardedPlanner(RowPlanner):
         if keeps and self._store is not None:
             places = self._new(evidence, served, beside)
             places = places if asking.worth is None else places[asking.worth[places]]
-            places = np.concatenate([now, places[~np.isin(places, now)]])[:keeps] if len(now) else places[:keeps]
-            admitted = _rows_of(asked, places[: self._store.admit(asked.lengths[places])])
+            if grown:  # those of now come first
+                first = [place for place in grown if not served[place]]
+                places = np.array([*first, *(place for place in places.tolist() if place not in first)], np.int64)
+            places = places[:keeps]
+            admitted = _rows_of(asked, places[: self._store.admit(asked.lengths[places])].tolist())
         return plan_of(layer, spans, asked, found, served, admitted, beside)
 
     def _keeps(self, most: int) -> int:
@@ -189,25 +192,30 @@ class GuardedPlanner(RowPlanner):
         kinds[1] = np.array([place for place in kinds[1].tolist() if place not in tried][:UNKNOWN], np.int64)
         return np.concatenate(kinds)
 
-    def _grown(self, asked: Asked, found: RowPlan) -> list[int]:
+    def _grown(self, asked: Asked, found: RowPlan, firsts: Sequence[int], worth: Flags | None) -> list[int]:
         """Return the inputs that are to become records, although others may serve them: long texts that go on.
 
         What is asked next has grown from these inputs, not from their records. A window that moves over lines has not
-        grown: the next one is no more like it than it is like its record.
+        grown: the next window shares no more with this one than this one with its record.
         """
         known = (found.evidence >= Evidence.FREELY) & (found.evidence < Evidence.SAME) & (asked.lengths >= LONG_TEXT)
-        if self._store is None or not self._store.fills or not known.any():
+        if self._store is None or not known.any():
             return []
         before = self.index.lengths_of(found.record)
-        return np.flatnonzero(known & (before > 0) & ((1.0 + GROWN) * before < asked.lengths)).tolist()
+        known &= (before > 0) & ((1.0 + GROWN) * before < asked.lengths) & self._store.fits(asked.lengths)
+        known &= np.asarray(firsts) == np.arange(len(known))
+        return np.flatnonzero(known if worth is None else known & worth).tolist()
 
-    def _record_now(self, asked: Asked, grown: list[int], worth: Flags | None, most: int) -> Ints:
-        """Return which grown inputs are computed whole, to become records in this request, so many at most."""
-        if not (grown and most and self._store is not None and self.guard.affords()):
-            return np.empty(0, np.int64)
-        places = np.array(grown, np.int64)
-        places = (places if worth is None else places[worth[places]])[:most]
-        return places[: self._store.admit(asked.lengths[places])]
+    def lacking(self, grown: Mapping[int, Tokens], places: Sequence[int]) -> list[int]:
+        """Return which of these places are grown inputs without a record of their own by now: numbers in `places`."""
+        return [number for number, place in enumerate(places)
+                if place in grown and self.index.same(grown[place]) < 0]  # fmt: skip
+
+    def _record_now(self, asked: Asked, grown: list[int]) -> list[int]:
+        """Return which grown inputs are computed whole, to become records in this request."""
+        if not grown or self._store is None or not self.guard.affords():
+            return []
+        return grown[: self._store.admit(asked.lengths[grown])]
 
     def _expect(self, asked: Asked, found: RowPlan) -> None:
         """Note how much could be reused."""
@@ -294,11 +302,13 @@ class GuardedPlanner(RowPlanner):
             else self._without_known(asked, self.guard.try_all(evidence))
         )  # fmt: skip
         served = np.array([verdict not in (None, Verdict.LEAVE) for verdict in verdicts])
-        if asking.decides and (grown := self._grown(asked, found)):
-            asking.grown = _rows_of(asked, np.array(grown, np.int64))
+        if asking.decides:
+            grown = self._grown(asked, found, firsts_of(asked), None)
+            reused = (Verdict.SERVE, Verdict.OWE)
+            asking.grown = _rows_of(asked, [place for place in grown if verdicts[place] in reused])
         self._count(asked, found, served, (start, looked), forward.counters)
         fresh = np.flatnonzero(found.evidence == Evidence.NONE) if self._store is not None else served[:0]
-        return plan_of(layer, spans, asked, found, served, _rows_of(asked, fresh))
+        return plan_of(layer, spans, asked, found, served, _rows_of(asked, fresh.tolist()))
 
     def _kept(
         self, layer: int, call: Call, spans: Spans, forward: Forward, given: Given, asking: Asking
@@ -308,7 +318,7 @@ class GuardedPlanner(RowPlanner):
         if isinstance(tokens, str):
             return Whole.plan(self, layer, call, spans, forward)
         asked, none = Asked.of(tokens, np.asarray(spans.lengths, np.int64)), np.full(len(spans.lengths), -1, np.int64)
-        admitted = _rows_of(asked, np.array(asking.keeps, np.int64))
+        admitted = _rows_of(asked, asking.keeps)
         share = RowShare.of(asked.lengths, none, np.full(len(tokens), -1, np.int32), admitted=admitted)
         return Plan(spans=spans, layers={layer: share})
 
@@ -379,10 +389,10 @@ class GuardedPlanner(RowPlanner):
         return index.plan(asked.tokens, asked.starts, candidates, self.rule, self.kinds, demand, guard.verified.table)
 
 
-def _rows_of(asked: Asked, places: Ints) -> dict[int, Tokens]:
+def _rows_of(asked: Asked, places: Sequence[int]) -> dict[int, Tokens]:
     """Return the tokens of some sequences, by place in the batch."""
     starts = asked.starts.tolist()
-    return {place: asked.tokens[starts[place] : starts[place + 1]] for place in places.tolist()}
+    return {place: asked.tokens[starts[place] : starts[place + 1]] for place in places}
 
 
 def firsts_of(asked: Asked) -> list[int]:

@@ -16,7 +16,8 @@ from attmemo.rows.planner import Asked
 from attmemo.system.locking import ThreadLock
 
 FIRST: Final = 8
-"""Forwards that are all seen; of later ones, one of so many."""
+"""Forwards that are all seen. Of later ones one of so many is looked up, and where it has few inputs the one before is
+remembered."""
 EACH: Final = 8
 """Inputs of a forward that are looked up."""
 MOST: Final = 512
@@ -55,7 +56,7 @@ class Prospect:
             turn = self._forwards % FIRST
             if self._forwards <= FIRST or turn == 0:
                 self._see(ids.numpy(), mask.numpy() != 0)
-            elif turn == FIRST - 1 and len(ids) < EACH:  # in a batch there are neighbours; here the next one is
+            elif turn == FIRST - 1 and len(ids) < EACH:  # it is what the next one may be like
                 self._see(ids.numpy(), mask.numpy() != 0, asks=False)
 
     def _see(self, ids: npt.NDArray[Any], valid: npt.NDArray[np.bool_], asks: bool = True) -> None:

@@ -6,9 +6,9 @@ nearest word to the left that both share. "Failed password for root" and "Failed
 behind "for".
 
 A long text is seldom changed twice at the same place. So some gaps in it are *passages*: gaps of many tokens with a
-word among them, and words that were put in or removed at the end, where one more token, as a closing mark, may be.
-Passages of about the same share of their texts lie in one slot. What a passage says is known for these two texts
-alone: the same words behind another text are another value, and another change.
+word among them, and words put in or removed at the end; one token, such as a closing mark, may follow them. Passages
+of about the same share of their texts lie in one slot. The words that were removed and put in are one value, in either
+direction. The change is one of these two texts alone: the same words in another text are another change.
 
 Slots, values and changes are hashes of token ids, the same on every machine and in every process.
 """
@@ -47,11 +47,11 @@ class Changes:
     slot : uint64 [g]
         Where the gap lies.
     value : uint64 [g]
-        What the input has there, and where; of a passage what both have, and the texts.
+        What the input has there, and where; of a passage what both have.
     former : uint64 [g]
-        What the record has there, and where; of a passage what both have, and the texts.
+        What the record has there, and where; of a passage what both have.
     change : uint64 [g]
-        What the record and the input have there, in any order, and where.
+        What the record and the input have there, in any order, and where; of a passage the whole texts, too.
     word : uint8 [g]
         1: a token that is a word was replaced, removed or put in.
     """
@@ -130,8 +130,9 @@ def changes(
                 at_end = j >= len(own) - 1 and p >= len(record) - 1 and not (old and new)
                 if word and text >= LONG_TEXT and (most >= PASSAGE or at_end):
                     slot = _slot_of_passage(text, most)
-                    change = _mix(slot + before + after + _mix(_run(own)) + _mix(_run(record)))
-                    value = former = _mix(change)
+                    words = _mix(slot + before + after)
+                    change = _mix(words + _mix(_run(own)) + _mix(_run(record)))
+                    value = former = _mix(words)
                 else:
                     change, value, former = _mix(slot + before + after), _mix(slot + after), _mix(slot + before)
                 gaps.append((b, slot, value, former, change, word))

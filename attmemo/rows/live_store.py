@@ -160,6 +160,11 @@ class GrowingRows(RowStore):
         """Return how many sequences of these lengths may be offered now, the first ones; the others are counted."""
         return self._filler.admit([self.layout.nbytes(n) for n in lengths.tolist()]) if self.fills else 0
 
+    def fits(self, lengths: Ints) -> npt.NDArray[np.bool_]:
+        """Return which sequences of these lengths ``[B]`` can be kept at all."""
+        sizes = [self.layout.nbytes(n) for n in lengths.tolist()]
+        return np.array([self.fills and self.pool.fits(size) for size in sizes], np.bool_)
+
     def awaiting(self, tokens: npt.NDArray[np.int32], starts: Ints) -> npt.NDArray[np.bool_]:
         """Return of which sequences ``[B]`` a record of just these tokens may be on its way."""
         found, offered = np.zeros(len(starts) - 1, np.bool_), self._offered

@@ -54,10 +54,10 @@ def test_of_sequences_with_unknown_changes_few_become_records_and_none_that_is_t
 def grown_of(evidence: list[Evidence], lengths: list[int], records: list[int], fills: bool = True) -> list[bool]:
     """Which inputs of these lengths are to become records, beside others of these lengths."""
     own = planner()
-    own._store.fills = fills
+    own._store.fits = lambda lengths: np.full(len(lengths), fills)
     own.index = SimpleNamespace(lengths_of=lambda numbers: np.array(records)[numbers])
     found = SimpleNamespace(evidence=np.array(evidence), record=np.arange(len(records)))
-    grown = GuardedPlanner._grown(own, asked_of(*lengths), found)
+    grown = GuardedPlanner._grown(own, asked_of(*lengths), found, range(len(lengths)), None)
     return [place in grown for place in range(len(lengths))]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attmemo.guard import known_changes as verified_module
-from attmemo.guard.known_changes import NUMBERS, PENALTY, WORDS, Verified
+from attmemo.guard.known_changes import NUMBERS, PENALTY, PLENTY, WORDS, Verified
 from attmemo.kernels.changes import Changes
 from attmemo.kernels.plan import Demand, Evidence, evidence_in_python
 
@@ -237,3 +237,36 @@ def test_the_table_says_what_is_known(
         hashes = found.slot, found.value, found.former, found.change, found.word
         changes = Changes(np.zeros(len(one), np.int64), *hashes)
         assert evidence_in_python(changes, np.nan, demand, known.table) is known.ask(found)
+
+
+class TestPassages:
+    """Gaps whose value and former value are one: what an answer says of them counts once for a slot."""
+
+    @staticmethod
+    def passages(*values: int) -> Changes:
+        found = gaps(*(word(1, value, value) for value in values))
+        found.change[:] = [100 * value for value in values]
+        return found
+
+    def test_one_answer_is_one_value_however_many_passages_changed(self) -> None:
+        verified = Verified()
+        verified.stayed(self.passages(*range(WORDS)))
+        assert len(verified) == 1
+        for value in range(20, 20 + WORDS - 1):
+            assert verified.ask(self.passages(99)) == Evidence.UNKNOWN
+            verified.stayed(self.passages(value))
+        assert verified.ask(self.passages(99)) == Evidence.FREELY
+
+    def test_of_passages_that_never_come_again_so_many_are_remembered(self) -> None:
+        verified = Verified()
+        for value in range(PLENTY + 10):
+            verified.stayed(self.passages(value))
+        assert len(verified) == PLENTY
+
+    def test_a_passage_that_changed_an_answer_is_refused_and_others_are_not(self) -> None:
+        verified = Verified()
+        for value in range(6 * WORDS):
+            verified.stayed(self.passages(value))
+        verified.changed(self.passages(77))
+        assert verified.ask(self.passages(77)) == Evidence.UNKNOWN
+        assert verified.ask(self.passages(78)) == Evidence.FREELY
