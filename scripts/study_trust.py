@@ -135,7 +135,9 @@ Maker = Callable[[random.Random, Path], tuple[list[str], list[tuple[str, str]]]]
 TEMPLATE_KINDS: Final[tuple[tuple[str, Maker], ...]] = (("minilm-sst2", sentiment), ("deberta-loghub", logs))
 
 
-def attackers(shared: Path, kinds: Sequence[tuple[str, Maker]] = TEMPLATE_KINDS) -> list[dict[str, Any]]:
+def attackers(
+    shared: Path, kinds: Sequence[tuple[str, Maker]] = TEMPLATE_KINDS, only_other: bool = False
+) -> list[dict[str, Any]]:
     """Attacks inside of templates whose benign twins are stored: how many get another answer than the model's own."""
     rows = []
     for name, make in kinds:
@@ -154,7 +156,9 @@ def attackers(shared: Path, kinds: Sequence[tuple[str, Maker]] = TEMPLATE_KINDS)
                 if len(attacks) == ATTACKS:
                     break
             count = bare.config.num_labels
-            about = {"attacks": {place: f"{place} injection" for place in range(count)}, "other": None}
+            about: dict[str, Any] = {"other": None}
+            if not only_other:
+                about = {"attacks": {place: f"{place} injection" for place in range(count)}} | about
             for kind, labels in about.items():
                 model, _ = classifier(shared, name, labels)
                 memoize(model, budget=0.01, gate=False, linear="exact", tokenizer=tokenizer)
@@ -178,8 +182,11 @@ def attackers(shared: Path, kinds: Sequence[tuple[str, Maker]] = TEMPLATE_KINDS)
 
 
 def growth(shared: Path) -> list[dict[str, Any]]:
-    """The same, behind long texts that are asked again and again as they grow."""
-    return attackers(shared, [("minilm-sst2", appended)])
+    """The same, behind long texts that are asked again and again as they grow.
+
+    Classifiers with labels about attacks are left out: they reuse equal inputs alone.
+    """
+    return attackers(shared, [("minilm-sst2", appended)], only_other=True)
 
 
 # ---- canaries ----
