@@ -392,8 +392,7 @@ static Py_ssize_t plan_views(const Py_buffer *views, const Rule *rule, const Dem
     if (is_fine(are_starts(starts, batch, views[TOKENS].shape[0]), "starts must rise from 0 to all tokens") &&
         find_records(views, candidates, count, records, &job.longest_record)) {
         for (Py_ssize_t b = 0; b < batch; b++)
-            job.longest_input = starts[b + 1] - starts[b] > job.longest_input ? starts[b + 1] - starts[b]
-                                                                               : job.longest_input;
+            job.longest_input = longer(job.longest_input, starts[b + 1] - starts[b]);
         Desk none = {0};
         const size_t desks = (size_t)least(threads, batch, MOST_DESKS);
         job.per_desk = set_desk(&job, &none, NULL);

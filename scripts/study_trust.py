@@ -136,9 +136,13 @@ TEMPLATE_KINDS: Final[tuple[tuple[str, Maker], ...]] = (("minilm-sst2", sentimen
 
 
 def attackers(
-    shared: Path, kinds: Sequence[tuple[str, Maker]] = TEMPLATE_KINDS, only_other: bool = False
+    shared: Path, kinds: Sequence[tuple[str, Maker]] = TEMPLATE_KINDS, grows: bool = False
 ) -> list[dict[str, Any]]:
-    """Attacks inside of templates whose benign twins are stored: how many get another answer than the model's own."""
+    """Attacks inside of texts whose benign twins are stored: how many get another answer than the model's own.
+
+    `grows`: texts grow, and become records in pauses. Classifiers with labels about attacks are left out then: they
+    reuse equal inputs alone.
+    """
     rows = []
     for name, make in kinds:
         for seed in range(3):
@@ -157,12 +161,12 @@ def attackers(
                     break
             count = bare.config.num_labels
             about: dict[str, Any] = {"other": None}
-            if not only_other:
+            if not grows:
                 about = {"attacks": {place: f"{place} injection" for place in range(count)}} | about
             for kind, labels in about.items():
                 model, _ = classifier(shared, name, labels)
                 memoize(model, budget=0.01, gate=False, linear="exact", tokenizer=tokenizer)
-                if make is appended:
+                if grows:
                     vars(model.attmemo.planner)["learns_at_once"] = lambda asking: False
                 for part in at_once(benign, BATCH):
                     ask(model, tokenizer, part)
@@ -182,11 +186,8 @@ def attackers(
 
 
 def growth(shared: Path) -> list[dict[str, Any]]:
-    """The same, behind long texts that are asked again and again as they grow.
-
-    Classifiers with labels about attacks are left out: they reuse equal inputs alone.
-    """
-    return attackers(shared, [("minilm-sst2", appended)], only_other=True)
+    """The same, behind long texts that are asked again and again as they grow."""
+    return attackers(shared, [("minilm-sst2", appended)], grows=True)
 
 
 # ---- canaries ----

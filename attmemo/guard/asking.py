@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -29,8 +29,8 @@ class Asking:
         In such a replay the guard decides as it would have in the request.
     worth : bool [B], optional
         Sequences that are worth a record; by default all.
-    keeps : sequence of int
-        In a replay that computes all exactly: sequences that become records.
+    keeps : mapping of int to int32 [n], optional
+        In a replay that computes all exactly: sequences that become records, and their tokens.
 
     Attributes
     ----------
@@ -53,10 +53,10 @@ class Asking:
 
     def __init__(
         self, room: int = 0, spare: int = 0, tries: bool = False, decides: bool = False, worth: Flags | None = None,
-        keeps: Sequence[int] = (),
+        keeps: Mapping[int, Tokens] | None = None,
     ) -> None:  # fmt: skip
         self.room, self.spare, self.tries, self.decides, self.worth = room, spare, tries, decides, worth
-        self.keeps = keeps
+        self.keeps = keeps or {}
         self.tokens_asked: Tokens = np.zeros(0, np.int32)
         self.planned, self.batch = False, 0
         self.tokens = self.sequences = 0  # of the forward

@@ -137,7 +137,7 @@ class GuardedPlanner(RowPlanner):
             if asking.tries:
                 return self._tried(layer, call, spans, forward, given, asking)
             if asking.keeps:
-                return self._kept(layer, call, spans, forward, given, asking)
+                return self._kept(layer, spans, asking.keeps)
             return Whole.plan(self, layer, call, spans, forward)
         start = perf_counter()
         asked = self._ask(given, spans, call.shape[1], counters)
@@ -155,8 +155,9 @@ class GuardedPlanner(RowPlanner):
         if now:  # computed whole, as if there were nothing alike
             evidence = evidence.copy()
             evidence[now] = Evidence.NONE
-        asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts, asking.room, most - len(now))
-        if not at_once:
+        left = most if self.times.always else most - len(now)
+        asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts, asking.room, left)
+        if grown and not at_once:
             asking.grown = _rows_of(asked, grown)
         self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
@@ -206,10 +207,10 @@ class GuardedPlanner(RowPlanner):
         known &= np.asarray(firsts) == np.arange(len(known))
         return np.flatnonzero(known if worth is None else known & worth).tolist()
 
-    def lacking(self, grown: Mapping[int, Tokens], places: Sequence[int]) -> list[int]:
-        """Return which of these places are grown inputs without a record of their own by now: numbers in `places`."""
-        return [number for number, place in enumerate(places)
-                if place in grown and self.index.same(grown[place]) < 0]  # fmt: skip
+    def lacking(self, grown: Mapping[int, Tokens], places: Sequence[int]) -> dict[int, Tokens]:
+        """Return grown inputs at these places that have no record of their own by now, by number in `places`."""
+        return {number: grown[place] for number, place in enumerate(places)
+                if place in grown and self.index.same(grown[place]) < 0}  # fmt: skip
 
     def _record_now(self, asked: Asked, grown: list[int]) -> list[int]:
         """Return which grown inputs are computed whole, to become records in this request."""
@@ -297,29 +298,23 @@ class GuardedPlanner(RowPlanner):
         start, asked = perf_counter(), Asked.of(tokens, np.asarray(spans.lengths, np.int64))
         found, looked = self._look_up(asked, asking)
         evidence = found.evidence.tolist()
-        asking.verdicts = verdicts = (
-            self.guard.decide(evidence, firsts_of(asked), room=len(evidence)) if asking.decides
-            else self._without_known(asked, self.guard.try_all(evidence))
-        )  # fmt: skip
-        served = np.array([verdict not in (None, Verdict.LEAVE) for verdict in verdicts])
         if asking.decides:
-            grown = self._grown(asked, found, firsts_of(asked), None)
-            reused = (Verdict.SERVE, Verdict.OWE)
-            asking.grown = _rows_of(asked, [place for place in grown if verdicts[place] in reused])
+            firsts = firsts_of(asked)
+            asking.verdicts = self.guard.decide(evidence, firsts, room=len(evidence))
+            reused, grown = set(asking.served), self._grown(asked, found, firsts, None)
+            asking.grown = _rows_of(asked, [place for place in grown if place in reused])
+        else:
+            asking.verdicts = self._without_known(asked, self.guard.try_all(evidence))
+        served = np.array([verdict not in (None, Verdict.LEAVE) for verdict in asking.verdicts])
         self._count(asked, found, served, (start, looked), forward.counters)
         fresh = np.flatnonzero(found.evidence == Evidence.NONE) if self._store is not None else served[:0]
         return plan_of(layer, spans, asked, found, served, _rows_of(asked, fresh.tolist()))
 
-    def _kept(
-        self, layer: int, call: Call, spans: Spans, forward: Forward, given: Given, asking: Asking
-    ) -> Plan:  # fmt: skip
-        """The plan of a replay that computes all exactly, and makes records of some."""
-        tokens = self._tokens(given.arguments, spans, call.shape[1])
-        if isinstance(tokens, str):
-            return Whole.plan(self, layer, call, spans, forward)
-        asked, none = Asked.of(tokens, np.asarray(spans.lengths, np.int64)), np.full(len(spans.lengths), -1, np.int64)
-        admitted = _rows_of(asked, asking.keeps)
-        share = RowShare.of(asked.lengths, none, np.full(len(tokens), -1, np.int32), admitted=admitted)
+    @staticmethod
+    def _kept(layer: int, spans: Spans, admitted: Mapping[int, Tokens]) -> Plan:
+        """The plan of a replay that computes all exactly, and makes records of some, by place with their tokens."""
+        lengths, none = np.asarray(spans.lengths, np.int64), np.full(len(spans.lengths), -1, np.int64)
+        share = RowShare.of(lengths, none, np.full(lengths.sum(), -1, np.int32), admitted=admitted)
         return Plan(spans=spans, layers={layer: share})
 
     def _look_up(self, asked: Asked, asking: Asking) -> tuple[RowPlan, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -53,26 +53,33 @@ class Prospect:
             return
         with self._lock:
             self._forwards += 1
-            turn = self._forwards % FIRST
-            if self._forwards <= FIRST or turn == 0:
-                self._see(ids.numpy(), mask.numpy() != 0)
-            elif turn == FIRST - 1 and len(ids) < EACH:  # it is what the next one may be like
-                self._see(ids.numpy(), mask.numpy() != 0, asks=False)
+            looks = self._forwards <= FIRST or self._forwards % FIRST == 0
+            # Of few inputs, the one before may be what those that are looked up are like.
+            if not (looks or (self._forwards % FIRST == FIRST - 1 and len(ids) < EACH)):
+                return
+            inputs = _inputs_of(ids.numpy(), mask.numpy() != 0)
+            if looks and inputs and self._inputs:
+                self._look_up(inputs)
+            self._remember(inputs)
 
-    def _see(self, ids: npt.NDArray[Any], valid: npt.NDArray[np.bool_], asks: bool = True) -> None:
-        lengths = valid.sum(1)
-        lengths = lengths[lengths > 0]
-        if not len(lengths):
-            return
-        inputs = np.split(ids[valid].astype(np.int32), np.cumsum(lengths)[:-1])
-        if self._inputs and asks:
-            some = [inputs[place] for place in range(0, len(inputs), max(len(inputs) // EACH, 1))]
-            found = self._supplied(Asked.of(np.concatenate(some), np.array([len(one) for one in some])), self._index)
-            self._weight += LATELY * (1.0 - self._weight)
-            before = self.share or 0.0
-            self.share = before + LATELY / self._weight * (found - before)
+    def _look_up(self, inputs: Sequence[Tokens]) -> None:
+        """See what the inputs that are remembered could supply to some of these."""
+        some = [inputs[place] for place in range(0, len(inputs), max(len(inputs) // EACH, 1))]
+        found = self._supplied(Asked.of(np.concatenate(some), np.array([len(one) for one in some])), self._index)
+        self._weight += LATELY * (1.0 - self._weight)
+        before = self.share or 0.0
+        self.share = before + LATELY / self._weight * (found - before)
+
+    def _remember(self, inputs: list[Tokens]) -> None:
         self._inputs += inputs
         if len(self._inputs) > MOST:
             inputs = self._inputs = self._inputs[-MOST // 2 :]
             self._index = TokenIndex()
         self._index.extend(inputs, range(self._index.next, self._index.next + len(inputs)))
+
+
+def _inputs_of(ids: npt.NDArray[Any], valid: npt.NDArray[np.bool_]) -> list[Tokens]:
+    """Return the tokens of each input that has any."""
+    lengths = valid.sum(1)
+    lengths = lengths[lengths > 0]
+    return np.split(ids[valid].astype(np.int32), np.cumsum(lengths)[:-1]) if len(lengths) else []

@@ -193,7 +193,7 @@ def maps() -> list[str]:
     known = {(name, kind) for name, case in cases.items() for kind in ("fixed", "tuned") if kind in case}
     assert known == {(name, kind) for name, kind, _ in MAPS}, "a case is missing"
     for name, kind, label in MAPS:
-        one = measured("maps.json")[name][kind]
+        one = cases[name][kind]
         quality, time = one["quality"], one["time"]
         answers = f"{percent(quality['changed'], 1)} changed; "
         if quality["accuracy_exact"] is None:

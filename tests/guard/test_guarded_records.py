@@ -31,6 +31,7 @@ from guarded import (
 from packed_models import NEAR, Inputs, batch, gap
 
 from attmemo.guard.confidence import KEY
+from attmemo.guard.guard import ALIKE
 from attmemo.handle.rows import NO_TOKENIZER
 from attmemo.kernels.kinds import NO_KINDS
 from attmemo.kernels.plan import Demand
@@ -431,3 +432,20 @@ class TestGrowth:
         run(model, self.grown(100))
         assert done(model)["reused"] == 1
         assert model.attmemo.stats()["records"] == 1
+
+    def test_where_all_are_verified_a_grown_text_leaves_none_out(
+        self, classifier: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With ``gate=False`` many unknown changes are all tried beside it."""
+        model, grown = self.model(classifier, monkeypatch), self.grown(100)
+        count, text = 3 * ALIKE, batch([self.TEXT], 7)["input_ids"]
+        ids, mask = torch.zeros(2, count + 1, grown["input_ids"].shape[1], dtype=torch.long)
+        ids[0], mask[0] = grown["input_ids"][0], 1
+        ids[1:, : self.TEXT], mask[1:, : self.TEXT] = text, 1
+        for row in range(count):
+            place = 5 + row  # another word, at another place each
+            ids[1 + row, place] = 5 + (ids[1 + row, place] - 5 + 1) % 100
+        before = done(model)["learned"]
+        run(model, {"input_ids": ids, "attention_mask": mask})
+        assert "reused" not in done(model), "the grown one is computed whole"
+        assert done(model)["learned"] == before + count
