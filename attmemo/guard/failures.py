@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Final
 
 from attmemo.forward.engine import Engine
@@ -22,12 +21,10 @@ class Failures:
     ----------
     engine : Engine
         Counts them.
-    guard : callable
-        Gives the guard that is asked now.
     """
 
-    def __init__(self, engine: Engine, guard: Callable[[], Guard]) -> None:
-        self._engine, self._guard = engine, guard
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._fails = 0  # verifications that failed in a row
 
     def note(self, what: str, error: Exception) -> None:
@@ -36,19 +33,19 @@ class Failures:
             debug = _LOG.isEnabledFor(logging.DEBUG)
             _LOG.warning("attmemo: %s: %s (%d so far)", what, error, count, exc_info=debug)
 
-    def unverified(self, error: Exception) -> None:
+    def unverified(self, error: Exception, guard: Guard) -> None:
         """Answers could not be verified. If that goes on, none is reused: it would not be seen that they change."""
         self.note("an answer could not be verified", error)
         self._fails += 1
         if self._fails % FAILS == 0:
-            self._guard().alarm()
-            self.tell_alarm()
+            guard.alarm()
+            self.tell_alarm(guard)
 
     def verified(self) -> None:
         """Answers could be verified."""
         self._fails = 0
 
-    def tell_alarm(self) -> None:
-        """Tell that an alarm began."""
-        guard = self._guard()
+    @staticmethod
+    def tell_alarm(guard: Guard) -> None:
+        """Tell that an alarm of this guard began."""
         _LOG.warning("attmemo: %s", guard.state().sentence(guard.confidence))

@@ -80,7 +80,7 @@ class Guarded:
         self._engine, self._store, self.sureness = engine, store, sureness
         self.deferred, self.shadow, self._log = deferred, shadow, log
         self._rest = Rest()
-        self._failures = Failures(engine, lambda: self.guard)
+        self._failures = Failures(engine)
         self.rows_afterwards = 0  # computed to verify afterwards
 
     def __call__(self, forward: Model, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +201,7 @@ class Guarded:
             if mask is not None and not self.planner.learns_at_once(asking) and self.guard.learns:
                 self._learn_later(forward, inputs, output, mask, asking.left(done.offers), self.guard, seen)
         except Exception as error:
-            self._failures.unverified(error)
+            self._failures.unverified(error, self.guard)
         return output
 
     def _raise_low(
@@ -267,7 +267,7 @@ class Guarded:
             try:
                 return compare(part)
             except Exception as error:
-                self._failures.unverified(error)
+                self._failures.unverified(error, self.guard)
                 return False
 
         self.deferred.add(forward, inputs, mask, places, batch, afterwards, kind)
@@ -333,7 +333,7 @@ class Guarded:
                 blamed = guard.verified.blamed(one.changes)
                 self._log.note(one.case, Verdict.OWE, one.answer.margin, blamed, epoch, given=True)
             if guard.compared(Verdict.OWE, one.changes, one.evidence, one.answer.margin, changed, epoch):
-                self._failures.tell_alarm()
+                self._failures.tell_alarm(self.guard)
         self._failures.verified()
         self._keep(found, done)
         return True
@@ -393,7 +393,7 @@ class Guarded:
             case = Case.of(asking, place, self.planner.index)
             self._log.note(case, verdict, margin, guard.verified.blamed(changes), asking.epoch)
         if guard.compared(verdict, changes, evidence, margin, changed, asking.epoch):
-            self._failures.tell_alarm()
+            self._failures.tell_alarm(self.guard)
 
     def _again(self, asking: Asking, guard: Guard, part: Part) -> tuple[Read | None, Outcome]:
         """Run a part of a forward again; None: that says nothing, for the model or the guard is another one by now."""
