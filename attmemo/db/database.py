@@ -31,7 +31,7 @@ from attmemo.errors import (
     PageSizeError,
 )
 from attmemo.mmap import Arena, Residency, page_size
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 _LOG = logging.getLogger("attmemo")
 Progress = Callable[[int, int], None]
@@ -73,7 +73,7 @@ class Database:
         self.residency: Residency = residency
         self._arenas: dict[tuple[str, int], Arena] = {}
         self._indexes: dict[int, LayerIndex] = {}
-        self._opening = ThreadLock()
+        self._opening = thread_lock()
         self._closed = False
         self.manifest: Manifest = read_manifest(self.path)
         if self.manifest.page_size % page_size():

@@ -11,7 +11,8 @@ from torch import Tensor
 
 def mask_in(given: Mapping[str, Any]) -> Tensor | None:
     """The attention mask among the arguments, also inside of a dict of features."""
-    return _tensor_in(given, "attention_mask")
+    found = given.get("attention_mask")
+    return found if isinstance(found, Tensor) else _tensor_in(given, "attention_mask")
 
 
 def ids_in(given: Mapping[str, Any]) -> Tensor | None:
@@ -36,7 +37,11 @@ def tokens_in(mask: Tensor) -> int:
 def shallow(value: Any) -> Any:
     """Copies of containers with the same tensors."""
     if isinstance(value, Mapping):
-        return {name: shallow(item) for name, item in value.items()}
+        copied = dict(value)
+        for name, item in copied.items():
+            if type(item) is not Tensor:
+                copied[name] = shallow(item)
+        return copied
     if type(value) in (tuple, list):
         return type(value)(map(shallow, value))
     return value
@@ -86,5 +91,7 @@ def tensors_in(value: Any) -> list[Tensor] | None:
 
 def has_loss(output: Any) -> bool:
     """Whether some number of an output belongs to the whole batch: no part of it can be computed again."""
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
-    return any(isinstance(value, Tensor) and not value.dim() for value in values)
+    for value in output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ():
+        if isinstance(value, Tensor) and not value.dim():
+            return True
+    return False

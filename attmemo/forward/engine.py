@@ -155,7 +155,7 @@ class Engine:
             Last hidden states ``[B, L, H]``; or the plan that the modules are to follow.
         """
         forward = self._begin(Given(None, given))
-        own = self.of(forward)
+        own = self if forward.space is None else self.of(forward)
         try:
             plan = forward.plan = own.planner.before() or own.planner.plan(site.layer, call, spans, forward)
             share = plan.layers.get(site.layer)
@@ -278,8 +278,10 @@ class Engine:
         if forward is None:
             forward = Forward(self.counters, opened_by_model=True)
             self.current.running.set(forward)
-        forward.forget()
-        forward.counters, forward.given = self.of(forward).counters, given
+        if forward.given is not None or forward.turns:
+            forward.forget()
+        own = self if forward.space is None else self.of(forward)
+        forward.counters, forward.given = own.counters, given
         return forward
 
     def end_forward(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from attmemo.forward.plan import Plan
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 Skip = Literal[
     "asked_without_reuse", "positions_given", "positions_with_gaps", "no_token_ids", "no_records",
@@ -59,7 +59,7 @@ class Counters:
     """Everything that `stats()` reports."""
 
     def __init__(self, layers: int) -> None:
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
         self.layers = [LayerStats() for _ in range(layers)]
         self.done = Work()
         self.skipped: Counter[Skip] = Counter()  # sequences that were not looked up

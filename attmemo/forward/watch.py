@@ -77,8 +77,8 @@ class Watch:
         # Places before values: these are in memory that may be freed if a weight has moved (`Tensor.share_memory_`
         # gives the same storage another block).
         if before is not None and not (
-            self._holds() and self._written() == before[0] and self._floats() == before[1]
-            and ((self._places() == before[2] and self._are_there(before[4])) or self._moved(before))
+            hold(self._members, self._held) and self._written() == before[0]
+            and ((self._places() == before[1] and all(starmap(lie, before[3]))) or self._moved(before))
         ):  # fmt: skip
             self._before = None
             # The old weights need not stay in memory. New lists: another thread may be iterating over these.
@@ -87,7 +87,7 @@ class Watch:
 
     def _moved(self, before: tuple[Any, ...]) -> bool:
         """Whether weights lie elsewhere and are what they were: then they are watched there."""
-        if self._places() == before[2] or self._checksum() != self._sum:
+        if self._places() == before[1] or self._checksum() != self._sum:
             return False
         self._before = self._look()
         return True
@@ -96,7 +96,7 @@ class Watch:
         """All that a forward compares."""
         # Fused optimizers and writes through .data leave the version as it is: one number of each weight is compared.
         numbers = [_middle(weight) for weight in self._plain if weight.numel()]
-        return self._written(), self._floats(), self._places(), numbers, _grouped(numbers)
+        return self._written(), self._places(), numbers, _grouped(numbers)
 
     def _checksum(self) -> int:
         """Of all bytes of weights with an address."""
@@ -113,25 +113,13 @@ class Watch:
 
     # Every forward asks these: in C as far as possible, and no number is made for a comparison of identities.
 
-    def _holds(self) -> bool:
-        """Whether modules hold the very modules and parameters that they held."""
-        return hold(self._members, self._held)
-
-    def _written(self) -> int:
-        """How often weights were written."""
-        return sum(map(_version, self._counted))
-
-    def _floats(self) -> list[Any]:
-        return [members.get(name) for members, name in self._settings]
+    def _written(self) -> tuple[int, list[Any]]:
+        """How often weights were written, and the numbers of modules."""
+        return sum(map(_version, self._counted)), list(starmap(dict.get, self._settings))
 
     def _places(self) -> tuple[int, ...]:
         """Where weights lie. `.to(dtype)` keeps parameters and versions, and moves."""
         return tuple(map(Tensor.data_ptr, self._plain))
-
-    @staticmethod
-    def _are_there(groups: list[Group]) -> bool:
-        """Whether numbers are what they were."""
-        return all(starmap(lie, groups))
 
     def _all(self) -> Iterator[Any]:
         """Modules and parameters as the modules hold them now."""

@@ -179,12 +179,12 @@ class Answers:
         return Read(self._vectors(output, mask), None)
 
     def _vectors(self, output: Any, mask: Tensor | None) -> Tensor:
-        """The vectors ``[B, H]`` in an output."""
-        hidden = self.pooled_from(output)
+        """The vectors ``[B, H]`` in an output whose answers are vectors, or are made of them."""
+        pooled = _get(output, "sentence_embedding") if self._takes_sentences else None
+        if pooled is not None:
+            return pooled.detach().float().clone()
+        hidden = _hidden_in(output)
         if hidden is None:
-            pooled = _get(output, "sentence_embedding") if self._takes_sentences else None
-            if pooled is not None:
-                return pooled.detach().float().clone()
             what = f"an output of type {type(output).__name__} holds no hidden states to pool."
             raise AnswerError(what, FUNCTION)
         hidden = hidden.detach().float()
@@ -208,12 +208,7 @@ class Answers:
             return None
         if self._takes_sentences and _get(output, "sentence_embedding") is not None:
             return None
-        hidden = _get(output, "last_hidden_state")
-        if hidden is None and isinstance(output, Mapping):
-            hidden = output.get("token_embeddings")
-        if hidden is None and isinstance(output, tuple) and output:
-            hidden = output[0]
-        return hidden if isinstance(hidden, Tensor) and hidden.dim() == 3 else None
+        return _hidden_in(output)
 
     def differ(self, a: Read, place: int, b: Read, other: int, share: float = 1.0) -> bool:
         """Whether one answer of `a` is another answer than one of `b`; vectors: at this share of the distance."""
@@ -255,6 +250,16 @@ def _logits(output: Any, dimensions: int = 2) -> Tensor | None:
     if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor):
         found = output[0] if output[0].dim() == dimensions else None
     return found
+
+
+def _hidden_in(output: Any) -> Tensor | None:
+    """The hidden states ``[B, L, H]`` of an output."""
+    hidden = _get(output, "last_hidden_state")
+    if hidden is None and isinstance(output, Mapping):
+        hidden = output.get("token_embeddings")
+    if hidden is None and isinstance(output, tuple) and output:
+        hidden = output[0]
+    return hidden if isinstance(hidden, Tensor) and hidden.dim() == 3 else None
 
 
 def _is_whole(mask: Tensor) -> bool:

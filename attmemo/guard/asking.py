@@ -31,6 +31,8 @@ class Asking:
         Sequences that are worth a record; by default all.
     keeps : mapping of int to int32 [n], optional
         In a replay that computes all exactly: sequences that become records, and their tokens.
+    pays : bool
+        Whether to look up is known to pay; else that is asked.
 
     Attributes
     ----------
@@ -42,6 +44,9 @@ class Asking:
         Where the tokens of its sequences begin.
     verdicts : list of Verdict or None
         What becomes of each sequence; None: it has no record.
+    served, owed, tried : list of int
+        Sequences with answers from records; of these those that are verified afterwards; and sequences that are
+        computed, and verified at once.
     epoch : int
         Of the guard, when it decided.
     exact, low, changed : set of int
@@ -53,10 +58,10 @@ class Asking:
 
     def __init__(
         self, room: int = 0, spare: int = 0, tries: bool = False, decides: bool = False, worth: Flags | None = None,
-        keeps: Mapping[int, Tokens] | None = None,
+        keeps: Mapping[int, Tokens] | None = None, pays: bool = False,
     ) -> None:  # fmt: skip
         self.room, self.spare, self.tries, self.decides, self.worth = room, spare, tries, decides, worth
-        self.keeps = keeps or {}
+        self.keeps, self.pays = keeps or {}, pays
         self.tokens_asked: Tokens = np.zeros(0, np.int32)
         self.planned, self.batch = False, 0
         self.tokens = self.sequences = 0  # of the forward
@@ -64,15 +69,26 @@ class Asking:
         self.plan: RowPlan | None = None
         self.starts: Ints = np.zeros(1, np.int64)
         self.verdicts: list[Verdict | None] = []
+        self.served: list[int] = []
+        self.owed: list[int] = []
+        self.tried: list[int] = []
         self.epoch = 0
         self.exact: set[int] = set()
         self.low: set[int] = set()
         self.grown: dict[int, Tokens] = {}
         self.changed: set[int] = set()
 
-    def where(self, *verdicts: Verdict) -> list[int]:
-        """Return the sequences with one of these verdicts."""
-        return [sequence for sequence, verdict in enumerate(self.verdicts) if verdict in verdicts]
+    def note(self, verdicts: list[Verdict | None]) -> None:
+        """Note what becomes of each sequence."""
+        self.verdicts, self.served, self.owed, self.tried = verdicts, [], [], []
+        serve, owe, sample, learn = Verdict.SERVE, Verdict.OWE, Verdict.SAMPLE, Verdict.LEARN
+        for sequence, verdict in enumerate(verdicts):
+            if verdict is serve or verdict is owe:
+                self.served.append(sequence)
+            if verdict is owe:
+                self.owed.append(sequence)
+            elif verdict is sample or verdict is learn:
+                self.tried.append(sequence)
 
     def left(self, offered: Container[int]) -> list[int]:
         """Return the sequences that were answered exactly, and are worth a record; not those that were offered."""
@@ -81,17 +97,14 @@ class Asking:
             if (verdict := self.verdicts[place]) is Verdict.LEAVE or (verdict is None and place not in offered)
         ]  # fmt: skip
 
-    @property
-    def served(self) -> list[int]:
-        """Sequences with answers from records."""
-        return [place for place, one in enumerate(self.verdicts) if one is Verdict.SERVE or one is Verdict.OWE]
-
     def serve_only(self, sequences: Set[int]) -> None:
         """Note that of the sequences that were to be served only these were; the others were computed exactly."""
-        for sequence in self.served:
+        for sequence in [*self.served]:
             if sequence not in sequences:
                 self.exact.add(sequence)
+                self.served.remove(sequence)
                 self.verdicts[sequence] = None
+        self.owed = [sequence for sequence in self.owed if sequence in sequences] if self.owed else []
 
     def evidence(self, sequence: int) -> Evidence:
         """Return how well the changes of a sequence are known."""

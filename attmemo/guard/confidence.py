@@ -64,10 +64,14 @@ class Sureness:
         if store is None:
             return found
         notes, key, size = store.notes_of(records.tolist()), self.key, KEY + 4 * width
-        own = [place for place, note in enumerate(notes) if len(note) == size and note.startswith(key)]
+        own, kept = [], bytearray()
+        for place, note in enumerate(notes):
+            if len(note) == size and note.startswith(key):
+                own.append(place)
+                kept += note[KEY:]
         if own:
-            kept = np.frombuffer(b"".join([notes[place][KEY:] for place in own]), np.float32).reshape(len(own), width)
-            found[own] = cosines(seen.values[own], torch.from_numpy(kept.copy()))
+            vectors = torch.from_numpy(np.frombuffer(kept, np.float32).reshape(len(own), width))
+            found[own] = cosines(seen.values[own], vectors)
         return found
 
     def note(self, seen: Read, offers: Mapping[int, Offer]) -> None:

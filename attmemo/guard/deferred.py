@@ -24,7 +24,7 @@ from attmemo.guard.answers import Answer
 from attmemo.guard.idle import Idle
 from attmemo.kernels.changes import Changes
 from attmemo.kernels.members import are_empty
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 if TYPE_CHECKING:
     from attmemo.guard.change_log import Case
@@ -35,8 +35,9 @@ Inputs = tuple[Any, Any]
 """Positional arguments and those by name."""
 
 MOST: Final = 256
-"""Sequences that may wait: their arguments stay in memory. At most half of them wait to be learned from: answers that
-were given and are to be verified have room left."""
+"""Sequences that may wait: their arguments stay in memory."""
+KEPT_FREE: Final = 128
+"""Places of these that are left to answers that were given and are to be verified: others wait to be learned from."""
 AT_ONCE: Final = 4
 """Sequences that are taken at once, where it is not known when the next request comes: it shares the cores with no
 more."""
@@ -105,7 +106,7 @@ class Deferred:
         self._parts: deque[Part] = deque()
         self._sequences = 0  # that wait
         self._each: dict[str, deque[float]] = {}  # seconds that a token takes, by kind of part
-        self._lock, self._paying = ThreadLock(), ThreadLock()
+        self._lock, self._paying = thread_lock(), thread_lock()
         self.idle = Idle(self)
 
     def __len__(self) -> int:
@@ -123,7 +124,7 @@ class Deferred:
     @property
     def spare(self) -> int:
         """Sequences that may wait to be learned from."""
-        return spare_of(self.room)
+        return max(self.room - KEPT_FREE, 0)
 
     def add(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
@@ -155,10 +156,6 @@ class Deferred:
         """Let nothing wait, and end the thread."""
         self.forget()
         self.idle.close()
-
-    def began(self) -> None:
-        """A request begins."""
-        self.idle.began()
 
     def ended(self) -> None:
         """A request has ended."""
@@ -227,11 +224,6 @@ def _owned(value: Any, batch: int) -> Any:
 def teaches_nothing(output: Any) -> bool:
     """Return whether an output says nothing of blocks: a loss was asked for, or an arithmetic that is not theirs."""
     return has_loss(output) or torch.is_autocast_enabled("cpu")
-
-
-def spare_of(room: int) -> int:
-    """Return how many sequences may wait to be learned from, where so many may wait."""
-    return max(room - MOST // 2, 0)
 
 
 class Stamp:

@@ -17,16 +17,16 @@ Answers that are pooled from what the blocks gave need no second run. A failed v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter, thread_time
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo.forward.batch_slices import has_loss, put, shallow, take, tokens_in
-from attmemo.forward.context import NOTHING, Forward, Outcome
+from attmemo.forward.batch_slices import has_loss, put, shallow, tokens_in
+from attmemo.forward.context import NOTHING, Outcome
 from attmemo.forward.engine import Engine
 from attmemo.forward.row_usage import Observed
 from attmemo.forward.stats import Skip
@@ -34,11 +34,12 @@ from attmemo.guard.answers import Answer, Answers, Read
 from attmemo.guard.asking import Asking, worth_of
 from attmemo.guard.change_log import Case, ChangeLog
 from attmemo.guard.confidence import Sureness, known
-from attmemo.guard.deferred import Deferred, Inputs, Model, Owed, Part, spare_of, teaches_nothing
+from attmemo.guard.deferred import KEPT_FREE, Deferred, Inputs, Model, Owed, Part, teaches_nothing
 from attmemo.guard.failures import Failures
 from attmemo.guard.guard import Guard
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.pooled import Pooled
+from attmemo.guard.replay import replay, run_again
 from attmemo.guard.rest import Rest
 from attmemo.guard.shadow import Shadow
 from attmemo.guard.verdict import Verdict
@@ -46,7 +47,6 @@ from attmemo.kernels.align import Tokens
 from attmemo.kernels.plan import Evidence
 from attmemo.rows.candidate import Offer
 from attmemo.rows.live_store import GrowingRows
-from attmemo.rows.planner import Flags
 
 STORED: Final = 1.0
 """Seconds that work for idle times waits for its records to be stored."""
@@ -90,13 +90,13 @@ class Guarded:
         again = running is not None and running.repeats  # a part of a request that was counted
         if again or given.get("labels") is not None:  # a loss is one number for a batch: none of its parts can be had
             return forward(*args, **kwargs)
-        self.deferred.began()
+        self.deferred.idle.began()
         try:
             if self._rest.left > 0.0 and self._rest.lasts and (running is None or running.is_plain):
                 return self._rest.run(self._engine, forward, args, kwargs)
             if self._rest.taken:
                 self.planner.rested(*self._rest.end())
-            mask, worth = self.answers.mask_in(given), None
+            mask, worth, pays = self.answers.mask_in(given), None, False
             if self.shadow is not None:
                 return self._in_shadow(self.shadow, forward, args, kwargs, mask, running is not None and running.whole)
             if mask is not None and mask.dim() == 2 and (running is None or running.is_plain):
@@ -108,7 +108,8 @@ class Guarded:
                     places = worth_of(worth, len(mask) if learns else 0)
                     self._rest.begin(why, not places and self.planner.rests(why))
                     return self._left(forward, args, kwargs, tokens, mask, places, why)
-            return self._guarded(forward, args, kwargs, mask, worth)
+                pays = True
+            return self._guarded(forward, args, kwargs, mask, Asking(worth=worth, pays=pays))
         finally:
             self.deferred.ended()
 
@@ -141,12 +142,13 @@ class Guarded:
         return output
 
     def _guarded(
-        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None, worth: Flags | None
+        self, forward: Model, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None, asking: Asking
     ) -> Any:
-        args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
-        inputs = shallow((args, kwargs))
+        args, kwargs = args and shallow(args), shallow(kwargs)  # sentence-transformers writes into its argument
+        inputs = args and shallow(args), shallow(kwargs)
         start, worked = perf_counter(), thread_time()
-        asking = Asking(room := self.deferred.room, spare_of(room), worth=worth)
+        asking.room = room = self.deferred.room
+        asking.spare = max(room - KEPT_FREE, 0)
         with self._engine.open(asking=asking) as opened:
             try:
                 output = forward(*args, **kwargs)
@@ -187,7 +189,8 @@ class Guarded:
             seen = self.answers.read(output, mask)
             if len(seen.values) != asking.batch:
                 raise ValueError(f"{len(seen.values)} answers to {asking.batch} sequences")
-            self.sureness.note(seen, done.offers)
+            if done.offers:
+                self.sureness.note(seen, done.offers)
         except Exception as error:  # an output of another form than at memoize's check
             self._failures.note("an answer could not be read", error)
             return self._whole(forward, inputs, output, asking)
@@ -197,7 +200,8 @@ class Guarded:
             self._failures.note("an answer below the margin could not be computed alone", error)
             return self._whole(forward, inputs, output, asking)
         try:
-            self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
+            if done.beside:
+                self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
             if mask is not None and not self.planner.learns_at_once(asking) and self.guard.learns:
                 self._learn_later(forward, inputs, output, mask, asking.left(done.offers), self.guard, seen)
         except Exception as error:
@@ -213,17 +217,16 @@ class Guarded:
             return output
         margins = self.sureness.margins(seen, asking.plan.record)
         low = self.guard.low(margins, asking.plan.evidence) & set(served)
-        owed = {
-            place: Owed(
-                Answer(seen, place, known(margins[place])).alone, asking.changes(place), asking.evidence(place),
-                None if self._log is None else Case.of(asking, place, self.planner.index),
-            )
-            for place in asking.where(Verdict.OWE) if place not in low
-        }  # fmt: skip
+        owed: dict[int, Owed] = {}
+        for place in asking.owed:
+            if place not in low:
+                answer = Answer(seen, place, known(margins[place])).alone
+                case = None if self._log is None else Case.of(asking, place, self.planner.index)
+                owed[place] = Owed(answer, asking.changes(place), asking.evidence(place), case)
         # First all that can fail, then what is counted: after an error nothing is served, and all is taken back.
         if low:
             places = sorted(low)
-            again, _ = self._run(forward, inputs, asking.batch, places)
+            again, _ = run_again(self._engine, forward, inputs, asking.batch, places)
             exact = self.answers.read(again, None if mask is None else mask[places])
             changed = [self.answers.differ(seen, place, exact, number) for number, place in enumerate(places)]
             output = put(output, again, torch.tensor(places), asking.batch)
@@ -233,7 +236,15 @@ class Guarded:
                     asking.epoch,
                 )  # fmt: skip
             asking.low |= low
-        grown = {place: asking.grown[place].copy() for place in served if place in asking.grown}
+        if owed or asking.grown:
+            self._put_off(forward, inputs, mask, owed, asking)
+        return output
+
+    def _put_off(
+        self, forward: Model, inputs: Inputs, mask: Tensor | None, owed: Mapping[int, Owed], asking: Asking
+    ) -> None:  # fmt: skip
+        """Have answers compared, and records made of inputs that are grown, while no request runs."""
+        grown = {place: asking.grown[place].copy() for place in asking.served if place in asking.grown}
         fresh = [place for place in grown if place not in owed][: max(asking.spare - len(owed), 0)]
         if owed:
             compare = partial(self._compare_owed, owed, grown, self.guard, asking.epoch)
@@ -241,7 +252,6 @@ class Guarded:
         if fresh:
             keep = partial(self._keep_grown, grown, self.guard)
             self._defer(forward, inputs, mask, fresh, asking.batch, keep, "grown")
-        return output
 
     def _learn_later(
         self, forward: Model, inputs: Inputs, output: Any, mask: Tensor, places: Sequence[int],
@@ -290,8 +300,6 @@ class Guarded:
     ) -> None:  # fmt: skip
         """Compare exact answers with those from records; of these the blocks are computed, `beside`, by place."""
         places = sorted(beside)
-        if not places:
-            return
         reused = self._from_records(forward, inputs, gives_out, mask, len(seen.values), beside)
         if reused is None:
             return
@@ -314,9 +322,8 @@ class Guarded:
         for place in asking.exact:
             self.guard.take_back(asking.evidence(place), asking.epoch)
         if asking.plan is not None:
-            evidence = asking.plan.evidence.tolist()
-            given = [evidence[place] for place in asking.served if place not in asking.low]
-            repeated = given.count(Evidence.SAME)
+            given = np.array(sorted({*asking.served} - asking.low), np.int64)
+            repeated = int(np.count_nonzero(asking.plan.evidence[given] == Evidence.SAME))
             self._engine.counters.answered(len(given) - repeated, repeated)
 
     def _compare_owed(
@@ -401,7 +408,7 @@ class Guarded:
             return None, NOTHING
         observed, (args, kwargs) = Observed(), shallow(part.inputs)  # these rows are of other requests
         try:
-            with torch.no_grad(), self._replay(asking, observed=observed) as opened:
+            with torch.no_grad(), replay(self._engine, asking, observed=observed) as opened:
                 output = part.forward(*args, **kwargs)
             if asking.twice or not (asking.planned and guard is self.guard and self.deferred.is_current(part)):
                 return None, NOTHING
@@ -422,7 +429,7 @@ class Guarded:
         last, mask = torch.stack([beside[place] for place in places]), None if mask is None else mask[places]
 
         def by_model() -> Read | None:
-            again, done = self._run(forward, inputs, batch, places, last)
+            again, done = run_again(self._engine, forward, inputs, batch, places, last)
             # Else the blocks were computed anew, and exactly: that proves nothing.
             return self.answers.read(again, mask) if done.served else None
 
@@ -434,17 +441,6 @@ class Guarded:
             return output
         asking.serve_only(set())
         args, kwargs = shallow(inputs)
-        with self._replay(Asking()):
+        with replay(self._engine, Asking()):
             return forward(*args, **kwargs)
 
-    def _run(
-        self, forward: Model, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None
-    ) -> tuple[Any, Outcome]:
-        """The output for some sequences, computed whole, or from these last hidden states; and what blocks did."""
-        args, kwargs = take(inputs, torch.tensor(places), batch)
-        with self._replay(Asking(), last=last) as opened:
-            return forward(*args, **kwargs), opened.outcome
-
-    def _replay(self, asking: Asking, **given: Any) -> AbstractContextManager[Forward]:
-        """While inside, forwards compute a part of another one again: exactly, or from last hidden states."""
-        return self._engine.open(asking=asking, repeats=True, **given)

@@ -39,7 +39,7 @@ from attmemo.guard.margin import VECTORS, Margin
 from attmemo.guard.state import State
 from attmemo.guard.verdict import Verdict, served_name
 from attmemo.kernels.plan import Demand, Evidence
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 DRAWN: Final = 0.0075
 """Share of the answers to be reused that are verified, whatever was verified before."""
@@ -73,6 +73,11 @@ class Guard:
     seed : int, optional
         Of the draw of samples.
 
+    Attributes
+    ----------
+    epoch : int
+        How many alarms there were.
+
     Raises
     ------
     ArgumentError
@@ -92,7 +97,7 @@ class Guard:
         self.equal_only = False  # whether answers are reused for equal inputs alone
         self.verified, self.margin = Verified(free), Margin(float(budget))
         self.certificate = Certificate(budget, confidence)
-        self._alarmed, self._epoch = False, 0
+        self._alarmed, self.epoch = False, 0
         self._stands = False  # certified once, and nothing was refused for want of samples since
         self._synced: dict[str, float] | None = None  # counts of the last sync
         self._inherited: dict[str, float] = {}  # counts of the parent, in a forked child before its first sync
@@ -101,7 +106,7 @@ class Guard:
         self._since = time.time()
         self._random = random.Random(seed)
         self._done: Counter[str] = Counter()
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
 
     @classmethod
     def of(cls, budget: float, confidence: float, learned: Learned, *, vectors: bool = False) -> Guard:
@@ -110,7 +115,7 @@ class Guard:
         if vectors:
             found.compare_vectors()
         found.verified.merge(learned.hashes)
-        found._epoch, found._since, found._alarmed = learned.epoch, learned.since, learned.epoch > 0
+        found.epoch, found._since, found._alarmed = learned.epoch, learned.since, learned.epoch > 0
         found._adopt(learned.counts)
         return found
 
@@ -120,9 +125,8 @@ class Guard:
 
     def demand(self, share: float, rounds: bool = False) -> Demand:
         """Return what a plan of rows asks of records now: this share of the tokens, and what the guard knows."""
-        return Demand(
-            share, self.margin.least_for(False), self.margin.least_for(True), TRIED, *self.verified.needs, rounds
-        )
+        margin = self.margin
+        return Demand(share, margin.least, margin.least_freely, TRIED, *self.verified.needs, rounds)
 
     def decide(
         self, evidence: Sequence[int], firsts: Sequence[int] | None = None, room: int = 0, most: int = ALL
@@ -144,23 +148,23 @@ class Guard:
         """
         with self._lock:
             times = Counter(range(len(evidence)) if firsts is None else firsts)
-            kinds = [evidence[place] for place in times]
+            found = np.array(list(map(evidence.__getitem__, times)), np.int64)
             if self.equal_only:
-                kinds = [kind if kind == Evidence.SAME else Evidence.NONE for kind in kinds]
+                found = np.where(found == Evidence.SAME, found, Evidence.NONE)
+            like = (found >= Evidence.UNKNOWN) & (found < Evidence.SAME)
             affords = self.certificate.spend(
-                list(times.values()), [Evidence.FREELY <= kind < Evidence.SAME for kind in kinds],
-                [kind == Evidence.SAME for kind in kinds],
-            )  # fmt: skip
+                list(times.values()), (like & (found >= Evidence.FREELY)).tolist(), (found == Evidence.SAME).tolist()
+            )
+            kinds, certified = found.tolist(), self.certified
             if max(kinds, default=Evidence.NONE) < Evidence.UNKNOWN:
                 self._done["whole"] += len(evidence)
-                self._note_decided()
+                self._note_decided(certified)
                 return [None] * len(evidence)
             decided: dict[int, Verdict | None] = {}
-            certified, drawn, below, above = self.certified, self.drawn, 0.0, 0.0
-            asking = [kind for kind, affordable in zip(kinds, affords, strict=True)
-                      if not affordable and Evidence.UNKNOWN <= kind < Evidence.SAME]  # fmt: skip
-            seen = max(drawn, min(1.0, most / len(asking))) if asking else drawn
-            unknown = asking.count(Evidence.UNKNOWN)
+            drawn, below, above = self.drawn, 0.0, 0.0
+            asking = found[like & ~np.array(affords, np.bool_)]
+            seen = max(drawn, min(1.0, most / len(asking))) if len(asking) else drawn
+            unknown = int(np.count_nonzero(asking == Evidence.UNKNOWN))
             few = unknown and most < ALL
             tries = max(drawn, min(seen, ALIKE / unknown)) if few else seen
             for (place, count), kind, affordable in zip(times.items(), kinds, affords, strict=True):
@@ -189,7 +193,7 @@ class Guard:
                     self._done["whole"] += count - 1
                 decided[place] = verdict
             self.margin.request(below, above)
-            self._note_decided()
+            self._note_decided(certified)
             if firsts is None or len(times) == len(evidence):
                 return list(decided.values())
             later = {Verdict.SERVE: Verdict.SERVE, Verdict.OWE: Verdict.SERVE}
@@ -209,21 +213,21 @@ class Guard:
         kinds = {Evidence.UNKNOWN: Verdict.LEARN, Evidence.FREELY: Verdict.SAMPLE, Evidence.FULLY: Verdict.SAMPLE}
         return [kinds.get(Evidence(kind)) for kind in evidence]
 
-    def _note_decided(self) -> None:
-        self._stands = self.certified or (self._stands and self.certificate.affords())
+    def _note_decided(self, certified: bool) -> None:
+        self._stands = certified or (self._stands and self.certificate.affords())
         self._tried = 0 if self._stands else self._tried
         self._dirty = True
 
     def low(self, margins: npt.NDArray[Any], evidence: npt.NDArray[Any]) -> set[int]:
         """Return which answers of a batch are too near to another one to be reused: places in these arrays."""
-        least = np.where(evidence == Evidence.FREELY, self.margin.least_for(True), self.margin.least_for(False))
+        least = np.where(evidence == Evidence.FREELY, self.margin.least_freely, self.margin.least)
         return set(np.flatnonzero((margins < least) & (evidence != Evidence.SAME)).tolist())
 
     def is_low(self, margin: float | None, evidence: int) -> bool:
         """Return whether an answer is too near to another one to be reused."""
         if margin is None or evidence == Evidence.SAME:
             return False
-        return not margin >= self.margin.least_for(evidence == Evidence.FREELY)
+        return not margin >= (self.margin.least_freely if evidence == Evidence.FREELY else self.margin.least)
 
     def compared(
         self, verdict: Verdict, gaps: Gaps, evidence: int, margin: float | None, changed: bool,
@@ -236,7 +240,7 @@ class Guard:
         with self._lock:
             if verdict is Verdict.SERVE:
                 self._rename(False, "below the margin")
-            if epoch is not None and epoch != self._epoch:
+            if epoch is not None and epoch != self.epoch:
                 return False
             self._dirty = True
             # What is served is compared if it is low, and what is owed if it is not, whatever the margin is by now.
@@ -269,7 +273,7 @@ class Guard:
         with self._lock:
             same = evidence == Evidence.SAME
             self._rename(same, "whole after all")
-            if epoch != self._epoch:
+            if epoch != self.epoch:
                 return
             if same:
                 self.certificate.counts.repeated = max(self.certificate.counts.repeated - 1, 0)
@@ -286,7 +290,7 @@ class Guard:
         with ledger.lock(), self._lock:
             stored, own = ledger.read(), self._counts()
             known = self._synced
-            if self._inherited and (stored is None or stored.epoch < self._epoch):
+            if self._inherited and (stored is None or stored.epoch < self.epoch):
                 # What the parent counted it will write itself.
                 own = beyond(own, self._inherited)
                 self._adopt(own)
@@ -294,17 +298,17 @@ class Guard:
             self._inherited = {}
             if stored is not None:
                 self.verified.merge(stored.hashes)
-                if stored.epoch > self._epoch:  # another process raised the alarm: what was counted here is void
-                    self._epoch, self._since, own = stored.epoch, stored.since, dict(stored.counts)
+                if stored.epoch > self.epoch:  # another process raised the alarm: what was counted here is void
+                    self.epoch, self._since, own = stored.epoch, stored.since, dict(stored.counts)
                     self._alarmed, self._stands = True, False
                     self.certificate.restart()
-                elif stored.epoch == self._epoch:
+                elif stored.epoch == self.epoch:
                     own = joined(beyond(own, known or {}), stored.counts)
                     self._since = min(self._since, stored.since)
                 self._adopt(own)
                 # Until the file has the sum: what is known beyond the file's counts is not shared yet.
-                self._synced = dict(stored.counts) if stored.epoch == self._epoch else None
-            ledger.write(Learned(self._epoch, self._since, own, self.verified.state()))
+                self._synced = dict(stored.counts) if stored.epoch == self.epoch else None
+            ledger.write(Learned(self.epoch, self._since, own, self.verified.state()))
             self._synced, self._dirty = dict(own), False
 
     def leave_to_parent(self) -> None:
@@ -336,15 +340,10 @@ class Guard:
             self._alarm()
 
     def _alarm(self) -> None:
-        self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
+        self._alarmed, self._since, self.epoch, self._synced = True, time.time(), self.epoch + 1, None
         self._stands = False
         self.margin.rise()
         self.certificate.restart()
-
-    @property
-    def epoch(self) -> int:
-        """How many alarms there were."""
-        return self._epoch
 
     @property
     def learns(self) -> bool:

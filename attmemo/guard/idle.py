@@ -15,7 +15,7 @@ from time import monotonic, perf_counter
 from typing import Final, Protocol
 
 from attmemo.kernels.omp_team import leave_team
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 _LOG = logging.getLogger("attmemo")
 
@@ -66,7 +66,7 @@ class Idle:
 
     def __init__(self, work: Work) -> None:
         self._work, self._quiet = weakref.ref(work), QUIET
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
         self._begin()
         own = weakref.ref(self)
         self._leave = partial(_call, own, "close")

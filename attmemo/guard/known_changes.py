@@ -66,12 +66,14 @@ class Verified:
 
     Attributes
     ----------
+    needs : (int, int, int)
+        Harmless values that make a slot of numbers, and of words, free; times as many more after harm.
     table : Table
         The same for `attmemo.kernels.plan`, which reads it while it grows.
     """
 
     def __init__(self, free: bool = True) -> None:
-        self._free = free
+        self.needs: tuple[int, int, int] = (NUMBERS, WORDS, PENALTY) if free else (0, 0, 0)
         self._harmless: dict[int, dict[int, int]] = {}  # by slot the values, and the group of each
         self._changes: set[int] = set()  # that left an answer as it was
         self._harmful: set[int] = set()  # changes and values that did not
@@ -82,11 +84,6 @@ class Verified:
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def needs(self) -> tuple[int, int, int]:
-        """Harmless values that make a slot of numbers, and of words, free; times as many more after harm."""
-        return (NUMBERS, WORDS, PENALTY) if self._free else (0, 0, 0)
 
     def ask(self, gaps: Gaps) -> Evidence:
         """Return how well all these changes are known: what the native plan finds in `table`."""
@@ -102,8 +99,8 @@ class Verified:
                 continue
             if value in self._harmful or former in self._harmful:
                 return Evidence.UNKNOWN
-            needed = (WORDS if word else NUMBERS) * (1 + PENALTY * self._harm.get(slot, 0))
-            if not self._free or len(harmless) < needed:
+            needed = self.needs[word] * (1 + self.needs[2] * self._harm.get(slot, 0))
+            if not needed or len(harmless) < needed:
                 return Evidence.UNKNOWN
             if word:
                 found = Evidence.FREELY

@@ -45,7 +45,7 @@ from attmemo.guard.time_account import TimeAccount
 from attmemo.models.base import inputs_of
 from attmemo.packed.runner import Packed
 from attmemo.packed.stack import Onlookers, Stack
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 _LOG = logging.getLogger("attmemo")
 
@@ -117,7 +117,7 @@ class LinearChoice:
         self._stale = False  # whether 8-bit layers made the records: exact ones must not read them
         self._seen: set[int] = set()  # hashes of inputs
         self._onlookers: Onlookers | None = None
-        self._random, self._lock = random.Random(0), ThreadLock()
+        self._random, self._lock = random.Random(0), thread_lock()
         self.deferred = deferred
 
     def watch(self, model: nn.Module) -> None:
@@ -145,7 +145,7 @@ class LinearChoice:
         compares = state is not State.SERVING or self._random.random() < 1 / VERIFIED
         if not compares and not self.least:
             return forward(*args, **kwargs)
-        self.deferred.began()
+        self.deferred.idle.began()
         try:
             if state is State.SERVING:
                 return self._raised(forward, given, args, kwargs, compares)

@@ -76,6 +76,11 @@ class Margin:
     allows : callable, optional
         Whether answers may be served of which so many changed in so many requests. Default: they probably take their
         share of the budget at most.
+
+    Attributes
+    ----------
+    least, least_freely : float
+        The least margin; the same where a word was never exchanged for the record's.
     """
 
     def __init__(
@@ -86,11 +91,12 @@ class Margin:
         # By the highest step that an answer reaches: answers seen, those that changed, and the requests in which an
         # answer there would have been seen.
         self._seen, self._changed, self._asked = np.zeros((3, len(self._steps)))
-        self.least = float(self._steps[self._top])
+        self._take(self._top)
 
-    def least_for(self, freely: bool) -> float:
-        """The least margin; `freely`: a word was never exchanged for the record's."""
-        return max(self.least, self._sure) if freely else self.least
+    def _take(self, step: int) -> None:
+        """Ask for the margin of a step from now on."""
+        self.least = float(self._steps[step])
+        self.least_freely = max(self.least, self._sure)
 
     def request(self, below: float, above: float) -> None:
         """Count requests by how probably their answers would be seen below the margin, and above: sums of both."""
@@ -120,7 +126,7 @@ class Margin:
             if not self._allows(changed, fewest):
                 break
             step -= 1
-        self.least = float(self._steps[step])
+        self._take(step)
 
     def _is_likely(self, changed: float, requests: float) -> bool:
         # The highest mean of a Poisson count of so many.
@@ -155,5 +161,5 @@ class Margin:
     def rise(self) -> None:
         """Ask for more from now on: too many answers changed."""
         self._top = min(self._top + 1, len(self._steps) - 1)
-        self.least = float(self._steps[self._top])
+        self._take(self._top)
         self._seen[:] = self._changed[:] = self._asked[:] = 0.0

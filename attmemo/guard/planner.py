@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from time import perf_counter
 from typing import Any, Final, Protocol
 
@@ -140,30 +141,31 @@ class GuardedPlanner(RowPlanner):
                 return self._kept(layer, spans, asking.keeps)
             return Whole.plan(self, layer, call, spans, forward)
         start = perf_counter()
-        asked = self._ask(given, spans, call.shape[1], counters)
+        asked = self._ask(given, spans, call.shape[1], counters, asking.pays)
         if asked is None:
             return Whole.plan(self, layer, call, spans, forward)
         found, looked = self._look_up(asked, asking)
         evidence, firsts = found.evidence, firsts_of(asked)
-        grown = self._grown(asked, found, firsts, asking.worth)
+        grown = self._grown(asked, found, firsts, asking.worth) if asked.lengths.max() >= LONG_TEXT else []
         if not self.times.always:
             self._expect(asked, found)
         at_once = self.learns_at_once(asking)
         most = self._most(asked, found) if at_once else 0
-        keeps = self._keeps(most)
-        now = self._record_now(asked, grown[:keeps])
+        keeps = self._keeps(most) if most else 0
+        now = self._record_now(asked, grown[:keeps]) if grown else []
         if now:  # computed whole, as if there were nothing alike
             evidence = evidence.copy()
             evidence[now] = Evidence.NONE
         left = most if self.times.always else most - len(now)
-        asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts, asking.room, left)
+        asking.note(self.guard.decide(evidence.tolist(), firsts, asking.room, left))
         if grown and not at_once:
             asking.grown = _rows_of(asked, grown)
         self._count(asked, found, evidence >= Evidence.UNKNOWN, (start, looked), counters)
-        served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
-        beside = {place: asking.reused(place) for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)}
+        served = np.zeros(len(evidence), np.bool_)
+        served[asking.served] = True
+        beside = {place: asking.reused(place) for place in asking.tried} if asking.tried else {}
         admitted: dict[int, Tokens] = {}
-        if keeps and self._store is not None:
+        if keeps and self._store is not None and not served.all():
             places = self._new(evidence, served, beside)
             places = places if asking.worth is None else places[asking.worth[places]]
             if grown:  # those of now come first
@@ -175,7 +177,7 @@ class GuardedPlanner(RowPlanner):
 
     def _keeps(self, most: int) -> int:
         """Return how many sequences of a request may become records, where so many may be learned from."""
-        if not most or self._store is None or self.times.always:
+        if self._store is None or self.times.always:
             return most
         return min(most, NEW) if self._store.waits() <= WAITS else 0
 
@@ -214,7 +216,7 @@ class GuardedPlanner(RowPlanner):
 
     def _record_now(self, asked: Asked, grown: list[int]) -> list[int]:
         """Return which grown inputs are computed whole, to become records in this request."""
-        if not grown or self._store is None or not self.guard.affords():
+        if self._store is None or not self.guard.affords():
             return []
         return grown[: self._store.admit(asked.lengths[grown])]
 
@@ -300,11 +302,11 @@ class GuardedPlanner(RowPlanner):
         evidence = found.evidence.tolist()
         if asking.decides:
             firsts = firsts_of(asked)
-            asking.verdicts = self.guard.decide(evidence, firsts, room=len(evidence))
+            asking.note(self.guard.decide(evidence, firsts, room=len(evidence)))
             reused, grown = set(asking.served), self._grown(asked, found, firsts, None)
             asking.grown = _rows_of(asked, [place for place in grown if place in reused])
         else:
-            asking.verdicts = self._without_known(asked, self.guard.try_all(evidence))
+            asking.note(self._without_known(asked, self.guard.try_all(evidence)))
         served = np.array([verdict not in (None, Verdict.LEAVE) for verdict in asking.verdicts])
         self._count(asked, found, served, (start, looked), forward.counters)
         fresh = np.flatnonzero(found.evidence == Evidence.NONE) if self._store is not None else served[:0]
@@ -346,7 +348,7 @@ class GuardedPlanner(RowPlanner):
 
     def took(self, asking: Asking, seconds: float, kept: int = 0) -> None:
         """Note that a forward took so long, with all that the guard did about it; so many sequences were kept."""
-        verified, found = asking.where(Verdict.SAMPLE, Verdict.LEARN), asking.plan
+        verified, found = asking.tried, asking.plan
         again = 0 if found is None else int(found.computed[verified].sum())
         self.times.record(asking.tokens, asking.sequences, seconds, found is not None, len(verified) + kept, again)
         if verified and (highest := self.guard.rate()) <= FALLS * self._tried_at:
@@ -393,7 +395,7 @@ def _rows_of(asked: Asked, places: Sequence[int]) -> dict[int, Tokens]:
 def firsts_of(asked: Asked) -> list[int]:
     """Return for each sequence of a batch the first one with the same tokens: often itself."""
     tokens, starts, first = asked.tokens, asked.starts.tolist(), dict[bytes, int]()
-    return [
-        first.setdefault(tokens[starts[place] : starts[place + 1]].tobytes(), place)
-        for place in range(len(starts) - 1)
-    ]  # fmt: skip
+    firsts = list[int]()
+    for place, (begin, end) in enumerate(pairwise(starts)):
+        firsts.append(first.setdefault(tokens[begin:end].tobytes(), place))
+    return firsts

@@ -13,7 +13,7 @@ from attmemo.forward.batch_slices import ids_in
 from attmemo.kernels.align import Tokens
 from attmemo.rows.index import TokenIndex
 from attmemo.rows.planner import Asked
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 FIRST: Final = 8
 """Forwards that are all seen. Of later ones one of so many is looked up, and where it has few inputs the one before is
@@ -44,7 +44,7 @@ class Prospect:
         self.share: float | None = None
         self._supplied, self._forwards, self._weight = supplied, 0, 0.0
         self._index, self._inputs = TokenIndex(), list[Tokens]()
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
 
     def look(self, given: Mapping[str, Any], mask: Tensor) -> None:
         """See the arguments of a forward, with this mask ``[B, L]``, if it is time for that."""

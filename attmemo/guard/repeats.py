@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from attmemo.kernels import _sketch
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 TOGETHER: Final = 6
 """Tokens, one behind the other, that are seen as one."""
@@ -35,7 +35,7 @@ class Repeats:
         self.share = 0.0
         self._seen, self._former = np.zeros((2, PLACES), np.uint8)
         self._taken = 0  # places of the table
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
 
     def look(self, ids: Any, mask: Tensor) -> npt.NDArray[np.float64] | None:
         """See the tokens of a forward, ids and mask ``[B, L]``; return the share of each sequence that was known.

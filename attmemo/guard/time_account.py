@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 SHARE: Final = 0.01
 """Share of the time without reuse that learning may cost."""
@@ -122,7 +122,7 @@ class TimeAccount:
         self._unknown = 0.0  # taken for it while there are few; above 0: what is not known is tried
         self._sizes: dict[int, _Size] = {}  # by the tokens of the first forward: batches of a stream are all alike
         self._seen: dict[int, _Size] = {}  # by tokens that were seen: batches of one are of many lengths, and quick
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
 
     def ask(self, tokens: int) -> bool:
         """Whether a forward of so many tokens is to be looked up. Changes nothing."""

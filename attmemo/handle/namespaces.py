@@ -10,6 +10,7 @@ bytes (`attmemo.db.pools.shares`). A namespace is made when it is first named.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from attmemo.db.pools.shares import Sharer, Shares
 from attmemo.errors import ArgumentError, AttmemoError, DatabaseError
 from attmemo.packed.stack import Stack
 from attmemo.rows.live_store import GrowingRows
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 LOOK: Final = 10.0
 """Seconds between two looks at what namespaces hold that are not open."""
@@ -47,7 +48,7 @@ class Space:
     handle: StackMemoization | None = None
     sharer: Sharer | None = None
     gone: bool = False
-    lock: ThreadLock = field(default_factory=ThreadLock)
+    lock: threading.RLock = field(default_factory=thread_lock)
 
 
 class Namespaces:
@@ -72,7 +73,7 @@ class Namespaces:
         places: Sequence[Path] = (), settle: Callable[[StackMemoization], None] | None = None,
     ) -> None:  # fmt: skip
         self._outer, self._make, self.most, self._places, self._settle = outer, make, most, places, settle
-        self._lock, self._spaces, self._closed = ThreadLock(), dict[str, Space](), False
+        self._lock, self._spaces, self._closed = thread_lock(), dict[str, Space](), False
         self._shares: Shares | None = None
         self._looked = monotonic()
         for name in (name for place in places for name in named_in(place)):

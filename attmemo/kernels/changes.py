@@ -71,7 +71,11 @@ class Changes:
 
     def first(self, count: int) -> Changes:
         """So many gaps from the start."""
-        return Changes(*[column[:count] for column in self.columns])
+        part = slice(count)
+        return Changes(
+            self.sequence[part], self.slot[part], self.value[part], self.former[part], self.change[part],
+            self.word[part],
+        )  # fmt: skip
 
     @property
     def columns(self) -> tuple[npt.NDArray[Any], ...]:

@@ -16,7 +16,7 @@ from attmemo.db import KIND_MAP, Database
 from attmemo.db.encodings import length_of, unpack
 from attmemo.kernels import map_product
 from attmemo.mmap import CACHE_LINE, Arena, Batch, Fetcher, FetcherName, Slots, choose_fetcher
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 Ints = npt.NDArray[np.int64]
 
@@ -66,7 +66,7 @@ class StoredMaps(MapSource):
         self._direct = fetch in ("auto", "direct")
         self._name: FetcherName = "auto" if fetch == "direct" else fetch
         self._fetchers: dict[int, Fetcher] = {}
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
 
     def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
         arena = self._database.arena(KIND_MAP, length)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +32,7 @@ from attmemo.models import Adapter, Call, Site, Spans
 from attmemo.models.embeddings import Embeddings, Pooler, pooler_named
 from attmemo.packed.stack import Onlookers, Stack
 
+_PARAMETERS, _WEIGHT = attrgetter("_parameters"), itemgetter("weight")
 _TENSORS = frozenset({"input_ids", "token_type_ids", "attention_mask"})
 _SWITCHES = {"return_dict": (True,), "use_cache": (False,)}
 """Arguments beside ids, and the values that change nothing; None changes nothing either."""
@@ -184,7 +186,7 @@ class WholeModel:
     def _tables_now(self) -> Tables:
         """The tables where they lie now."""
         tables, places = self._tables
-        if [table._parameters["weight"].data_ptr() for table in self._of] != places:  # type: ignore[union-attr]
+        if list(map(Tensor.data_ptr, map(_WEIGHT, map(_PARAMETERS, self._of)))) != places:
             self._tables = tables, _ = self._taken()
         return tables
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attmemo.perfmodel.profile import SEQUENCE, Profile
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 _MANY = 50  # held-out texts; if none of so many reaches a threshold, no lookup is tried any more
 _MIN_QUERIES = 32  # live sequences before the live hit rate counts
@@ -139,7 +139,7 @@ class Gate:
             reached = any(any(alphas) for table in self._alphas.values() for alphas in table.values())
             # A few held-out texts that all miss prove little: then batches are tried, and live traffic decides.
             self.hopeless = not reached and sum(rates.samples(0, length) for length in rates.stored) >= _MANY
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
 
     def ask(self, layer: int, lengths: Sequence[int], padded: int) -> Verdict:
         """Whether a lookup for this batch pays: for a layer, or `SEQUENCE` if there is one lookup per sequence.

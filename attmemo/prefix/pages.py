@@ -26,7 +26,7 @@ from attmemo.kernels.pages import untouched
 from attmemo.kernels.row_attention import Stored
 from attmemo.kernels.row_sinks import Copies
 from attmemo.packed.prefixes import CUT, Embedded, Folded, Ints, Sources
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 ONCE: Final = 0.25
 """Share of the room."""
@@ -92,7 +92,7 @@ class Pages(ABC):
     def __init__(self, blocks: int, size: int, hidden: int, dtype: torch.dtype, max_bytes: int) -> None:
         self.page_bytes = CUT * (2 * blocks * size + self.ends * hidden) * dtype.itemsize
         self._pages = max_bytes // self.page_bytes
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
         self._roots = 0
         slots = self._pages * CUT
         # Memory is taken when a page is written for the first time.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 LEARNED: Final = 4096  # tokens looked up before the first judgement
 REMEMBERED: Final = 1 << 16  # tokens after which older ones count half
@@ -31,18 +31,18 @@ class RowGate:
     Parameters
     ----------
     always : bool
-        Look up every batch.
+        Look up every batch: nothing need be asked or recorded.
     """
 
     def __init__(self, always: bool = False) -> None:
-        self._always = always
+        self.always = always
         self._state = _State()
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
 
     def ask(self, seconds_per_row: float | None) -> bool:
         """Whether to look up, if the blocks take so long for a row; None: not known yet. Changes nothing."""
         state = self._state
-        if self._always or seconds_per_row is None or state.tokens < LEARNED:
+        if self.always or seconds_per_row is None or state.tokens < LEARNED:
             return True
         return state.saved * seconds_per_row >= state.seconds or state.left >= state.wait
 

@@ -16,7 +16,7 @@ from attmemo.kernels.align import Rule, nearest
 from attmemo.kernels.kinds import NO_KINDS, Kinds
 from attmemo.kernels.plan import NOTHING_KNOWN, Demand, RowPlan, Table, plan
 from attmemo.rows.sketch import Sketch, Vectors
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
@@ -138,7 +138,7 @@ class _Graph:
             GRAPH_FROM, ef_construction=EF_CONSTRUCTION, M=LINKS, random_seed=0, allow_replace_deleted=True
         )
         self._size = 0
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
         self.next = 0
 
     def catch_up(self, shelf: _Shelf, most: int) -> None:
@@ -211,7 +211,7 @@ class TokenIndex:
         self._same: dict[int, tuple[int, ...]] = {}  # numbers of records by the hash of their tokens
         self._graph: _Graph | None = None
         self.next = 0
-        self._writing = ThreadLock()
+        self._writing = thread_lock()
 
     def __len__(self) -> int:
         return self._shelf.alive
@@ -352,9 +352,9 @@ class TokenIndex:
     def _same_rows(self, shelf: _Shelf, tokens: Tokens, starts: Ints) -> Ints:
         """Return rows whose tokens have the hash of each input, ``[B]``: nearly always just its tokens."""
         ends, data, known = starts.tolist(), np.ascontiguousarray(tokens).data.cast("B"), self._same
-        numbers = [
-            known.get(xxh3_64_intdigest(data[4 * begin : 4 * end]), _NO_NUMBERS)[0] for begin, end in pairwise(ends)
-        ]
+        numbers = list[int]()
+        for begin, end in pairwise(ends):
+            numbers.append(known.get(xxh3_64_intdigest(data[4 * begin : 4 * end]), _NO_NUMBERS)[0])
         return shelf.rows_of(np.array(numbers, np.int64))
 
     def _rows(self, shelf: _Shelf, tokens: Tokens, starts: Ints, k: int) -> Ints:

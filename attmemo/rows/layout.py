@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ _ALIGNED = 64  # bytes: each part begins at a multiple
 Number = TypeVar("Number", int, npt.NDArray[np.int64])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowLayout:
     """The parts of records of one model.
 
@@ -50,13 +51,14 @@ class RowLayout:
         """Of the records of a database that says this about its model, in a storage of `ROW_STORAGE`."""
         return cls(model.layers, model.hidden, model.heads, row_types(storage))
 
-    @property
+    @cached_property
     def coded(self) -> bool:
         """Whether rows have scales."""
         return self.storage[0] is torch.int8
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
+        """Bytes of K, or V, of a token in one layer, scales left out."""
         return self.hidden * self.storage[0].itemsize
 
     def scales_at(self, n: Number) -> Number:
@@ -65,7 +67,8 @@ class RowLayout:
 
     def last_at(self, n: Number) -> Number:
         """Where the last hidden states begin in a record of n tokens."""
-        return _up(self.scales_at(n) + 8 * self.layers * self.heads * n) if self.coded else self.scales_at(n)
+        ends = _up(2 * self.layers * self.row_bytes * n)
+        return _up(ends + 8 * self.layers * self.heads * n) if self.coded else ends
 
     def nbytes(self, n: int) -> int:
         """Bytes of a record of n tokens."""
@@ -118,11 +121,11 @@ class Placed:
 
     def __init__(self, layout: RowLayout, records: Sequence[Kept | None]) -> None:
         self._layout, self._records = layout, records
-        begin = np.array(
-            [0 if kept is None else kept.segment.address + kept.offset for kept in records], np.int64
-        )  # fmt: skip
-        self._rows = rows = np.array([0 if kept is None else len(kept.tokens) for kept in records], np.int64)
-        there = begin > 0
+        begin, self._rows = np.zeros((2, len(records)), np.int64)
+        for place, kept in enumerate(records):
+            if kept is not None:
+                begin[place], self._rows[place] = kept.segment.address + kept.offset, len(kept.tokens)
+        rows, there = self._rows, begin > 0
 
         def planes(of: npt.NDArray[np.int64], step: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
             """Addresses of K and V of each layer, ``[layers, 2, B]``; 0: no record."""

@@ -113,8 +113,10 @@ class RowPlanner(Whole):
         self._count(asked, found, served, (start, looked), counters)
         return plan_of(layer, spans, asked, found, served)
 
-    def _ask(self, given: Given, spans: Spans, padded: int, counters: Counters) -> Asked | None:
-        """What is to be looked up; None, and counted, if nothing is."""
+    def _ask(
+        self, given: Given, spans: Spans, padded: int, counters: Counters, pays: bool = False
+    ) -> Asked | None:  # fmt: skip
+        """What is to be looked up; None, and counted, if nothing is. `pays`: it was asked whether that pays."""
         batch = len(spans.lengths)
         tokens = self._tokens(given.arguments, spans, padded)
         if isinstance(tokens, str):
@@ -124,7 +126,7 @@ class RowPlanner(Whole):
             counters.skip("no_records", batch)
             return None
         seconds_per_row = counters.done.seconds_per_row
-        why = self.reason_to_leave(sum(spans.lengths), seconds_per_row)
+        why = None if pays else self.reason_to_leave(sum(spans.lengths), seconds_per_row)
         if why is not None:
             counters.skip(why, batch)
             return None
@@ -133,7 +135,7 @@ class RowPlanner(Whole):
 
     def reason_to_leave(self, tokens: int, seconds_per_row: float | None) -> Skip | None:
         """Return why a forward of so many tokens is left to the blocks, and note it; None: it is looked up."""
-        if not self.gate.ask(seconds_per_row):
+        if not (self.gate.always or self.gate.ask(seconds_per_row)):
             self.gate.leave()
             return "lookup_does_not_pay"
         return None if self._pays(tokens) else "records_do_not_pay"
@@ -153,7 +155,8 @@ class RowPlanner(Whole):
         start, looked = times
         end = perf_counter()
         saved = int((asked.lengths - found.computed)[useful].sum())
-        self.gate.record(len(asked.tokens), saved, end - start, asked.seconds_per_row)
+        if not self.gate.always:
+            self.gate.record(len(asked.tokens), saved, end - start, asked.seconds_per_row)
         counters.planned(looked - start, end - looked)
 
     def _tokens(self, given: Mapping[str, Any], spans: Spans, padded: int) -> npt.NDArray[np.int32] | Skip:
@@ -187,4 +190,5 @@ def packed_tokens(ids: Any, types: Any, lengths: list[int]) -> npt.NDArray[np.in
         if not isinstance(types, Tensor) or types.shape not in (ids.shape, (1, ids.shape[1])):
             return None
         found = found + TYPES_FROM * types.numpy()
-    return found[valid_places(lengths, found.shape[1])].astype(np.int32)
+    padded = min(lengths) < found.shape[1]
+    return (found[valid_places(lengths, found.shape[1])] if padded else found.ravel()).astype(np.int32)

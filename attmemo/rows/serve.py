@@ -47,6 +47,7 @@ DRIFT: Final = 1.0
 # A file that went away, a closed database: they cost time, not requests.
 _UNREADABLE = (AttmemoError, OSError, ValueError, IndexError)
 
+_NO_OFFERS: Final[dict[int, Offer]] = {}
 _SCRATCH: Final = MOST_WAITING + (8 << 20)  # bytes: what waits to be stored, is stored, and is computed
 
 _Read = tuple[Placed, npt.NDArray[np.uint64], torch.dtype]  # with what `Placed.last` gives
@@ -96,11 +97,13 @@ class Rows(Stack):
         twins, sources = _twins(call, spans.lengths, share)
         own = np.flatnonzero(twins.own)
         # What is computed: one sequence of all twins, and behind them those that a record serves beside.
-        beside = np.fromiter(share.beside, np.int64, len(share.beside))
-        sequence, slot = np.concatenate([own, beside]), np.concatenate([own, batch + np.arange(len(beside))])
-        lengths = every[sequence]
-        asked = np.concatenate([share.record[own], [one.record for one in share.beside.values()]]).astype(np.int64)
-        source = np.concatenate([*sources, *(one.source for one in share.beside.values())])
+        sequence, slot, asked, beside = own, own, share.record[own].astype(np.int64), share.beside
+        if beside:
+            sequence = np.concatenate([own, np.fromiter(beside, np.int64, len(beside))])
+            slot = np.concatenate([own, batch + np.arange(len(beside))])
+            asked = np.concatenate([asked, np.array([one.record for one in beside.values()], np.int64)])
+            sources = [*sources, *[one.source for one in beside.values()]]
+        lengths, source = every[sequence], sources[0] if len(sources) == 1 else np.concatenate(sources)
         read, records = self._fetch(asked, forward.counters)
         if records is not asked:
             source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)
@@ -110,8 +113,10 @@ class Rows(Stack):
         planned = perf_counter()
         # A record may be longer than every input: keys of its end move farther than an input is long.
         longest = max(max(spans.lengths), int(source.max()) + 1)
-        computed_at = dict(zip(own.tolist(), pairwise(layout.starts.tolist()), strict=False))
-        offers, copies = self._offers(share.admitted, computed_at)
+        offers, copies = _NO_OFFERS, Copies([])
+        if share.admitted:
+            computed_at = dict(zip(own.tolist(), pairwise(layout.starts.tolist()), strict=False))
+            offers, copies = self._offers(share.admitted, computed_at)
         opened = source[layout.key_starts[:-1]] < 0  # sequences whose first row is computed
         # A first row of a record is given as it is if no row of its sequence is computed. Else it moves with those.
         apart = (opened | (np.diff(layout.starts) == 0)).all()
@@ -133,7 +138,8 @@ class Rows(Stack):
             supply = Supply(source, layout.key_starts, layout.starts, slot * padded, begins, dtype)
             supply_rows(output, found, supply, padded, DRIFT)
         output = output.view(*every_slot, output.shape[1])
-        twins.spread(output)
+        if len(own) < batch:
+            twins.spread(output)
         fetching = planned - start + perf_counter() - done
         computed, reused = np.diff(layout.starts), records >= 0
         rows, served = np.zeros(batch, np.int64), np.zeros(batch, np.bool_)
@@ -141,9 +147,9 @@ class Rows(Stack):
         from_records = served[twins.firsts]
         forward.outcome = Outcome(
             served=frozenset(np.flatnonzero(from_records).tolist()), offers=offers,
-            beside={int(sequence[number]): output[slot[number]]
-                    for number in range(len(own), len(sequence)) if reused[number]},
-            last=output[:batch] if share.beside else None,
+            beside={} if not beside else {int(sequence[number]): output[slot[number]]
+                                          for number in range(len(own), len(sequence)) if reused[number]},
+            last=output[:batch] if beside else None,
         )  # fmt: skip
         self._count(
             spans.lengths, rows, twins, forward, fetch=fetching, blocks=done - planned,

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -37,34 +38,25 @@ def locked(file: Path) -> Iterator[None]:
         os.close(fd)
 
 
-class ThreadLock:
-    """A lock of threads, to hold in a ``with`` statement. In a forked child the lock is free.
+def thread_lock() -> threading.RLock:
+    """Return a lock of threads, to hold in a ``with`` statement. In a forked child the lock is free.
 
-    The thread that held the lock at the fork is not there, so a usual lock would be held for ever.
+    Another thread that held the lock at the fork is not there, so a usual lock would be held for ever. A thread that
+    forks inside of the statement leaves it in the child too. To enter the lock is no call in Python: a request enters
+    a dozen.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        _THREAD_LOCKS.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(RuntimeError):  # this thread forked inside of the statement: the child's lock is another one
-            self._lock.release()
-
-    def renew(self) -> None:
-        """Free the lock, whatever thread holds it."""
-        self._lock = threading.Lock()
+    lock = threading.RLock()
+    _THREAD_LOCKS.add(lock)
+    return lock
 
 
-_THREAD_LOCKS: weakref.WeakSet[ThreadLock] = weakref.WeakSet()
+_THREAD_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _in_child() -> None:
     for lock in list(_THREAD_LOCKS):
-        lock.renew()
+        if not lock._is_owned():
+            lock._at_fork_reinit()
 
 
 os.register_at_fork(after_in_child=_in_child)

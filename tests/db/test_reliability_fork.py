@@ -20,7 +20,7 @@ from attmemo import memoize
 from attmemo.db import KIND_MAP, Database, DatabaseWriter, Provenance
 from attmemo.errors import DatabaseLockedError, ForkedHandleError
 from attmemo.profiler.models import LoadedModel
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 
 def test_a_forked_writer_is_refused(tmp_path: Path) -> None:
@@ -111,19 +111,29 @@ def test_a_forked_child_answers_whatever_locks_threads_of_its_parent_held(
 
 
 def test_a_lock_of_threads_is_free_in_a_forked_child() -> None:
-    lock = ThreadLock()
+    lock, holds, ends = thread_lock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            holds.set()
+            ends.wait(60)
 
     def child() -> None:
         with lock:
             pass
 
-    with lock:
-        assert in_child(child, seconds=30) == 0
-    child()  # the parent's lock was not touched, and is free again
+    other = threading.Thread(target=hold)
+    other.start()
+    assert holds.wait(30)
+    assert in_child(child, seconds=30) == 0
+    assert not lock.acquire(blocking=False), "the parent's lock was touched"
+    ends.set()
+    other.join()
+    child()
 
 
 def test_a_fork_inside_of_the_lock_leaves_the_child_a_lock_that_locks() -> None:
-    lock = ThreadLock()
+    lock = thread_lock()
 
     def child() -> None:
         lock.__exit__()  # the end of the statement that the child was forked in

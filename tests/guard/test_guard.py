@@ -148,8 +148,7 @@ class TestMargin:
             margin.sample(found, changed)
             assert margin.least in STEPS
             assert STEPS[0] <= margin.least <= highest
-            assert margin.least_for(False) == margin.least
-            assert margin.least_for(True) == max(margin.least, SURE)
+            assert margin.least_freely == max(margin.least, SURE)
         other = Margin(0.05)
         other.adopt(margin.counts())
         assert other.counts() == margin.counts()
@@ -272,7 +271,7 @@ class TestGuard:
 
     def test_alarms_without_end_are_no_error(self) -> None:
         guard = Guard(0.01, 0.95, drawn=0.0)
-        guard._epoch = 5000
+        guard.epoch = 5000
         guard.verified.stayed(gaps(word(1, 2, 3)))
         while not guard.compared(Verdict.SAMPLE, gaps(word(1, 2, 3)), Evidence.FULLY, None, True):
             pass

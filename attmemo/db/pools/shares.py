@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
-from attmemo.system.locking import ThreadLock
+from attmemo.system.locking import thread_lock
 
 LONG: Final = 600.0
 """Seconds after which a pool counts as not in use."""
@@ -54,7 +54,7 @@ class Shares:
     def __init__(self, total: int) -> None:
         self.total = total
         self._sharers: list[Sharer] = []
-        self._lock = ThreadLock()
+        self._lock = thread_lock()
 
     def add(self, nbytes: Callable[[], int], used: float | None = None, told: int = 0) -> Sharer:
         """Have a pool share the bound; it was told before that it may take so many bytes."""
