@@ -213,7 +213,7 @@ class Guarded:
     ) -> Any:
         """The output, with answers below the margin computed again. Some of the others are owed."""
         served = asking.served
-        if not served or asking.plan is None:
+        if asking.plan is None or (asking.plan.evidence[served] == Evidence.SAME).all():  # none can be too near
             return output
         margins = self.sureness.margins(seen, asking.plan.record)
         low = self.guard.low(margins, asking.plan.evidence) & set(served)
