@@ -115,7 +115,7 @@ def not_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no part of it can be computed")
 
-    monkeypatch.setattr(model.attmemo.guarded, "_run", broken)
+    monkeypatch.setattr("attmemo.guard.forward.run_again", broken)
 
 
 FAILURES = [unreadable, broken_kernel, unreadable_answers, not_alone]
