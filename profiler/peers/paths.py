@@ -163,10 +163,12 @@ def absent_packages(name: str) -> list[str]:
 
 def why_not(name: str, order: Order) -> str | None:
     """Why a path cannot take part, in a few words; None: it can."""
-    if absent := absent_packages(name):
-        return f"not installed: pip install {' '.join(_PACKAGE.get(one, one) for one in absent)}"
     if PATHS[name].embeds and order.kind != "encoder":
         return "it gives embeddings only"
+    if name == "fastembed" and order.pooling not in pipelines.POOLED_BY_FASTEMBED:
+        return f"it does not pool by {order.pooling}"
+    if absent := absent_packages(name):
+        return f"not installed: pip install {' '.join(_PACKAGE.get(one, one) for one in absent)}"
     if name == "openvino-bf16" and not has_native_bfloat16():
         return "the processor has no bfloat16"
     if name == "openvino-f32" and order.dtype == "bfloat16":

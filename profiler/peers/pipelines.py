@@ -6,6 +6,7 @@ of tokens, made from the model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from attmemo.profiler.models import LoadedModel, Tokens
 
 Way = Callable[[Sequence[Tokens]], Tensor]
+POOLED_BY_FASTEMBED = ("mean", "cls")
 
 
 def _said(texts: Sequence[Tokens]) -> list[str]:
@@ -59,6 +61,11 @@ def write_fastembed(loaded: LoadedModel, onnx: Path, folder: Path, longest: int)
         (folder / file.name).hardlink_to(file)  # ONNX Runtime reads no weights behind a symbolic link
     loaded.tokenizer.model_max_length = longest
     loaded.tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    told = json.loads(settings.read_text(encoding="utf-8"))
+    # fastembed cuts texts at the smaller one; tokenizers of sentence-transformers name another one than the model's.
+    told |= {"max_length": longest, "model_max_length": longest}
+    settings.write_text(json.dumps(told), encoding="utf-8")
     config: Any = loaded.model.config
     config.save_pretrained(folder)
     special = folder / "special_tokens_map.json"  # fastembed wants it; its tokens are in tokenizer.json too

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from attmemo.errors import AttmemoError
 from attmemo.profiler.models import Tokens
 from attmemo.profiler.peers.paths import FILES, PATHS, Order, Ready, Route, why_not
 from attmemo.system.machine import trim
@@ -213,7 +214,8 @@ class _Worker:
 def reason(error: BaseException) -> str:
     """An error in one line."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:120] if text else 'no message'}"
+    said = text[0][:120] if text else "no message"
+    return said if isinstance(error, AttmemoError) else f"{type(error).__name__}: {said}"
 
 
 def _resident() -> int:

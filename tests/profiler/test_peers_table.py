@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -554,8 +553,14 @@ def test_answers_of_another_kind_never_win_even_of_random_weights() -> None:
 
 def test_what_gives_embeddings_only_is_left_out_for_a_classifier() -> None:
     order = Order("model", "float32", None, 1, Path(), [], (1,), kind="classifier")
-    installed = [name for name, route in PATHS.items() if route.embeds and all(map(find_spec, route.needs))]
-    assert all(why_not(name, order) == "it gives embeddings only" for name in installed)
+    embed = [name for name, route in PATHS.items() if route.embeds]
+    assert embed
+    assert all(why_not(name, order) == "it gives embeddings only" for name in embed)
+
+
+def test_fastembed_is_left_out_where_it_has_no_such_pooling() -> None:
+    order = Order("model", "float32", "lasttoken", 1, Path(), [], (1,))
+    assert why_not("fastembed", order) == "it does not pool by lasttoken"
 
 
 def test_a_runtime_that_is_not_installed_is_left_out_with_what_to_install(
