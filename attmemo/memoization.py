@@ -231,7 +231,7 @@ def memoize(
                 raise
             chooses &= not makes_answers_outside(outer, encoder)
             handle = _whole(encoder, outer, _adapter(encoder)[0], own, guarding if chooses else None, gate)
-            _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
+            _LOG.warning("attmemo: nothing is reused, the model's blocks run without padding: %s", error)
         warn_if_slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
     except BaseException:
         for earlier in serving:
@@ -324,7 +324,7 @@ def _prepare(
             return rows(None, None)
         except (UnsupportedModelError, AdapterCheckError) as error:
             packed = whole()
-            _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
+            _LOG.warning("attmemo: nothing is reused, the model's blocks run without padding: %s", error)
             return packed
     if database is None or database == MEMORY:
         return rows(None, folder)

@@ -214,11 +214,11 @@ def _of_reuse(result: dict[str, Any], rounded: float) -> str:
     guarded, unguarded = result["guarded"]["over_packed"], result["unguarded"]["over_packed"]
     if max(guarded, unguarded) < PAYS:
         cached = result["duplicates"] >= MANY
-        return "Reuse of rows adds too little." if cached else "Do not reuse rows: too little repeats."
+        return "Reuse adds too little." if cached else "Do not reuse: too little repeats."
     if result["kind"] == "encoder":
         return (
-            "Much repeats, but rows of similar inputs pull vectors towards each other, and neighbours are lost: reuse "
-            "them only if a classifier reads the vectors, and give it: memoize(model, budget=0.01, answer=classifier)."
+            "Much repeats, but reuse pulls vectors towards each other, and neighbours are lost. Reuse "
+            "only if a classifier reads the vectors, and give it: memoize(model, budget=0.01, answer=classifier)."
         )
     if guarded < PAYS:
         return (

@@ -210,7 +210,7 @@ class RowTrial(Trial):
         ratios = time["speedups"]
         speed = f"{ratios['stock']:.2f}x the exact model's speed, {ratios['packed']:.2f}x reuse='none'"
         if share > 0.95:
-            return f"Reuse of rows does not pay here: {100 * share:.1f} % of the tokens are recomputed, {speed}."
+            return f"Reuse does not pay here: {100 * share:.1f} % of the tokens are recomputed, {speed}."
         return f"{speed}; {100 * share:.0f} % of the tokens recomputed; {same_answers(result['quality'])}."
 
 

@@ -37,7 +37,7 @@ from workloads import lines_of as whole_log
 from attmemo import memoize
 from attmemo.guard.answers import Answers
 from attmemo.guard.certificate import Certificate, Counts, highest_rate
-from attmemo.guard.guard import Guard
+from attmemo.guard.guard import ALL, Guard
 from attmemo.guard.margin import CLASSES, VECTORS
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
@@ -81,14 +81,15 @@ class Certain(Guard):
         self._without()
 
     def _without(self) -> None:
-        self.margin.least_for = lambda freely: -np.inf  # type: ignore[method-assign]
+        self.margin.least = self.margin.least_freely = -np.inf
+        self.margin._take = lambda step: None  # type: ignore[method-assign]
 
 
 class Unguarded(Certain):
     """Reuses whatever supplies enough tokens."""
 
     def decide(
-        self, evidence: Sequence[int], firsts: Sequence[int] | None = None, room: int = 0
+        self, evidence: Sequence[int], firsts: Sequence[int] | None = None, room: int = 0, most: int = ALL
     ) -> list[Verdict | None]:
         found = [Verdict.SERVE if one >= Evidence.UNKNOWN else None for one in evidence]
         self._done["reused"] += len(found) - found.count(None)

@@ -322,7 +322,7 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 
 
 def sweep(dtype: torch.dtype, storage: str, folder: Path) -> list[dict[str, float]]:
-    """Speed of rows against the share of rows computed, over packed blocks: BERT-base shape, 8 x 128 and 8 x 512."""
+    """Speed against the share of tokens recomputed, over packed blocks: BERT-base shape, 8 x 128 and 8 x 512."""
     found = []
     for length in (128, 512):
         model = shaped("bert-base")(dtype)
@@ -371,7 +371,7 @@ def first_rows(shared: Path, dtype: torch.dtype) -> dict[str, dict[str, float]]:
 
 
 def draw(points: Sequence[dict[str, float]]) -> bytes:
-    """Speed against the share of rows computed, with the limit of 1 / share. A PNG."""
+    """Speed against the share of tokens recomputed, with the limit of 1 / share. A PNG."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

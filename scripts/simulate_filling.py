@@ -483,7 +483,7 @@ def table(out: Path) -> Iterator[str]:
     """Markdown of what `out` holds."""
     if (file := out / "admission.json").exists():
         found = {log: one for log, one in json.loads(file.read_text()).items() if log != "measured"}
-        yield "served / records / share of rows computed"
+        yield "served / records / share of tokens recomputed"
         yield ""
         yield f"| stored | {' | '.join(found)} |"
         yield "|---" * (len(found) + 1) + "|"

@@ -68,7 +68,7 @@ def build_database(
     batch_size: options.BatchSize = 16,
     held_out: Annotated[float, typer.Option(
         metavar="SHARE", min=0.0, max=0.5,
-        help="Share of the texts that the embedder is judged by, not trained on. They are stored and serve too.",
+        help="Share of the texts that the embedder is judged by, not trained on. They are stored, too.",
     )] = 0.15,
     shard: Annotated[Any, typer.Option(
         metavar="I/N", parser=parse_shard,

@@ -99,7 +99,7 @@ def evaluate(
     )] = True,
     repeats: Annotated[int, options.count("Timed passes; the median counts.")] = 3,
     compile: Annotated[
-        bool, typer.Option(help="Also time torch.compile as an exact path; takes minutes and a C++ compiler.")
+        bool, typer.Option(help="Also time torch.compile, an exact method; takes minutes and a C++ compiler.")
     ] = False,
     controls: Annotated[bool, typer.Option(
         help="Also ask with means, zeros or a random record in place of the record found, and of a duplicate cache: "

@@ -49,7 +49,7 @@ def peers(
     )] = _SIZES,
     lines: Annotated[int, options.count("Read at most this many texts.", 10)] = 2000,
     sample: Annotated[int, options.count(
-        "Texts that every path answers, in windows over the stream; attmemo reuse answers all texts."
+        "Texts that every method answers, in windows over the stream; attmemo reuse answers all texts."
     )] = 384,
     dtype: options.LoadedIn = "float32",
     budget: options.Budget = 0.01,
@@ -157,13 +157,13 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{found['model']['dtype']}, {threads}. {stream['texts']:,} texts of "
         f"{stream['name']} with {stream['tokens_mean']:.0f} tokens on average, {100 * stream['duplicates']:.0f} % "
-        f"exact duplicates; every path answered {stream['asked_of_all']:,}, attmemo reuse answered all. Other work "
+        f"exact duplicates; every method answered {stream['asked_of_all']:,}, attmemo reuse answered all. Other work "
         f"took {100 * max(run['others'] for run in runs):.0f} % of the processors at most."
     )
     yield (
-        "changed: answers unlike those of the original model in float32; a path that shows more than "
+        "changed: answers unlike those of the original model in float32; a method that shows more than "
         f"{100 * found['budget']:g} % cannot win. sorted: a window of texts in the order of their lengths; only for "
-        "work that can wait. MiB: the memory of the path with its model."
+        "work that can wait. MiB: the memory of the method with its model."
     )
     for cell in found["cells"]:
         guard = cell.get("counts", {}).get("guard")

@@ -28,7 +28,7 @@ class Memoization(ABC):
     database : Database, SharedPool or None
         The prepared one. None: there is none.
     host : nn.Module
-        The part of the model that is served.
+        The part of the model that is memoized.
     caller : object
         What the caller of `memoize` holds: the model, or a wrapper around it. Takes effect with the next `enable`.
     spaces : Namespaces or None
@@ -93,11 +93,11 @@ class Memoization(ABC):
 
     @property
     def enabled(self) -> bool:
-        """Whether the model is being served."""
+        """Whether the model is memoized."""
         return bool(self._hooks)
 
     def enable(self) -> None:
-        """Serve from now on."""
+        """Memoize from now on."""
         if self.enabled:
             return
         if self._undone:

@@ -430,7 +430,7 @@ class TestRefused:
         caplog.clear()
         model = memoize(copy.deepcopy(bare), **given, budget=0.01)
         (told,) = [record.getMessage() for record in caplog.records]
-        assert "rows are not reused, the model's blocks run without padding: " in told
+        assert "nothing is reused, the model's blocks run without padding: " in told
         assert HEADS_SAID[head] in told
         assert model.attmemo.reuse == "none"
         inputs = BASE if head != "choice" else {name: value[:, None] for name, value in BASE.items()}

@@ -49,7 +49,7 @@ def test_the_page_shows_the_numbers_of_the_service(live: Live, tmp_path: Path) -
     text = " ".join(re.sub(r"<[^>]+>", " ", re.sub(r"<(script|style).*?</\1>", "", shown, flags=re.DOTALL)).split())
     assert "● " not in text
     for words in (
-        "Requests a second", "60 requests so far", "reuse rows", "evidence: 0 of", "records, in memory",
+        "Requests a second", "60 requests so far", "reuse rows", "evidence collected: 0 of", "records, in memory",
         "healthy",
     ):  # fmt: skip
         assert words in text, text
