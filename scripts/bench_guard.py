@@ -96,6 +96,22 @@ class Unguarded(Certain):
         return found
 
 
+class Closed(Guard):
+    """Takes no value that was not seen: no slot becomes free."""
+
+    def __init__(self, budget: float, confidence: float, **options: Any) -> None:
+        super().__init__(budget, confidence, **options, free=False)
+
+
+class Numeric(Guard):
+    """Takes words that were not seen in no slot, numbers in free ones."""
+
+    def __init__(self, budget: float, confidence: float, **options: Any) -> None:
+        super().__init__(budget, confidence, **options)
+        numbers, _, penalty = self.verified.needs
+        self.verified.needs = numbers, 0, penalty
+
+
 GUARDS: dict[str, type[Guard]] = {
     "guard": Guard, "no certificate": Unproven, "no margin": Certain, "no guard": Unguarded,
 }  # fmt: skip
@@ -229,8 +245,32 @@ def is_relevant(output: Any) -> torch.Tensor:
     return found
 
 
-def workloads(shared: Path, seed: int) -> dict[str, Any]:
-    """Measure the guard beside logs: what a rule is worth elsewhere (docs/guard.md, "What was left out")."""
+ABLATIONS: dict[str, tuple[type[Guard], dict[str, Any]]] = {
+    "the guard": (Guard, {}), "without a certificate": (Unproven, {}), "without a margin": (Certain, {}),
+    "without free slots for words": (Numeric, {}), "without free slots": (Closed, {}),
+    "without records of grown texts": (Guard, {"grown": False}),
+    "without neighbours of changed tokens": (Guard, {"near": 0}),
+}  # fmt: skip
+"""Each mechanism taken away: the guard, and settings."""
+
+
+def ablations(shared: Path) -> dict[str, Any]:
+    """Measure the guard without one mechanism at a time, with three seeds of the draw."""
+    runs = []
+    for what, (kind, settings) in ABLATIONS.items():
+        for seed in (0, 1, 2):
+            runs.append({"what": what, "seed": seed, **workloads(shared, seed, kind, **settings)})
+            print(what, seed, flush=True)
+    return {"rows": runs}
+
+
+def workloads(
+    shared: Path, seed: int, kind: type[Guard] = Guard, grown: bool = True, **settings: Any
+) -> dict[str, Any]:  # fmt: skip
+    """Measure a guard beside logs: what a rule is worth elsewhere.
+
+    `grown`: whether long texts that go on become records of their own.
+    """
     logs = [line for log in LOGS for line in lines_of(shared, log, count=400)]
     found = {}
     for name, folder, texts, rule in (
@@ -238,7 +278,10 @@ def workloads(shared: Path, seed: int) -> dict[str, Any]:
         ("instructed", "minilm-sst2", instructed(shared), "auto"),
         ("pairs", "minilm-banking77-pair", pairs(shared), is_relevant),
     ):  # fmt: skip
-        served = Served.of(shared, folder, Guard, seed, answer=rule, **SETTINGS)
+        served = Served.of(shared, folder, kind, seed, answer=rule, **(SETTINGS | settings))
+        handle: Any = served.model.attmemo
+        if not grown:
+            handle.planner._grown = lambda *_: []
         run = served.run(texts, 1, 256)
         found[name] = {key: run[key] for key in ("lines", "tokens", "rows", "changed")}
         print(name, found[name], flush=True)
@@ -504,8 +547,7 @@ def cases(shared: Path) -> Iterator[tuple[str, Any]]:
     yield "lines", lambda: streams(shared, "deberta", LOGS, 1, **one)
     for seed in (1, 2):
         yield f"seed {seed}", partial(streams, shared, "deberta", LOGS, 1, guards=("guard",), seed=seed, **one)
-    for seed in (0, 1, 2):
-        yield f"workloads {seed}", partial(workloads, shared, seed)
+    yield "ablations", lambda: ablations(shared)
     yield "alone", lambda: alone(shared, "deberta", LOGS, 1, **one)
     yield "near", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=1, **one)
     yield "near 0", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=0, **one)
