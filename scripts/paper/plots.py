@@ -50,9 +50,10 @@ def as_png(figure: Figure) -> bytes:
     """The figure as a file; axes with logarithms have plain numbers."""
     for axes in figure.axes:
         for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
-            if scale == "log" and isinstance(axis.get_major_formatter(), LogFormatter):
-                axis.set_major_formatter("{x:g}")
+            if scale == "log":
                 axis.set_minor_formatter(NullFormatter())
+                if isinstance(axis.get_major_formatter(), LogFormatter):
+                    axis.set_major_formatter("{x:g}")
     with mpl.rc_context(STYLE):
         return png(figure)
 
