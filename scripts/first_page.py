@@ -26,7 +26,7 @@ from results.files import DOCS
 
 from attmemo.profiler.peers.paths import PATHS, REUSE
 from attmemo.profiler.peers.verdict import Verdict, verdicts
-from attmemo.profiler.plots import BLUE, GREEN, GREY, STYLE, png
+from attmemo.profiler.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE, png
 
 MODELS: Final = {
     "minilm": "MiniLM, embedder", "deberta-loghub": "DeBERTa-v2, 6 layers, classifier",
@@ -34,6 +34,15 @@ MODELS: Final = {
     "bge-small": "BGE-small shape", "modernbert-base": "ModernBERT-base shape",
     "qwen3-embedding": "Qwen3-Embedding-0.6B shape, 6 layers",
 }  # fmt: skip
+SHOWN: Final = {
+    "exact: `memoize(model)`": ("none", "speed", True), "8 bits: `linear=\"int8\"`": ("none-int8", "speed", False),
+    "reuse: `budget=0.01`": ("rows", "late_speed", False),
+}  # fmt: skip
+"""Modes by their label: the method, which of its speeds, and whether it is compared with exact peers alone."""
+PEERS: Final = {True: GREY, False: "#c3ced5"}
+"""Colours of peers, exact ones and all."""
+SIZE: Final = 8
+"""Texts at once, of the numbers of README.md."""
 Run = Mapping[str, Any]
 Cell = Mapping[str, Any]
 
@@ -74,40 +83,42 @@ def workloads_of(run: Run) -> str:
     return "workloads-amx.json" if "amx_bf16" in run["conditions"]["features"] else "workloads.json"
 
 
-def first_table(run: Run, checks: str) -> tuple[list[str], list[str]]:
-    """The lines of the table of README.md, and the best peers in it; `checks`: when a guard's checks ran."""
-    rows = [
-        ("exact: `memoize(model)`", "none", "speed", True), ("8 bits: `linear=\"int8\"`", "none-int8", "speed", False),
-        (f"reuse, 1 % budget, checks {checks}, last third", "rows", "late_speed", False),
-    ]  # fmt: skip
+def first_table(run: Run, checks: str) -> list[str]:
+    """Speeds of a run by batch size, the best peer behind each; `checks`: when a guard's checks ran."""
     head = " | ".join(f"batch {size}" for size in run["batch"])
     lines = [f"| speed (best peer), original model = 1 | {head} |", "|---|" + 3 * "---|"]
-    names = list[str]()
-    for label, path, key, exact in rows:
+    for label, (path, key, exact) in SHOWN.items():
         rivals = [best_peer(run, size, key, exact=exact) for size in run["batch"]]
-        names += [PATHS[peer["path"]].title for peer in rivals]
         own = [speed_of(run, path, size, key) for size in run["batch"]]
         cells = [f"**{speed:.2f}** ({peer[key]:.2f})" for speed, peer in zip(own, rivals, strict=True)]
+        label += f", checks {checks}, last third" * (path == "rows")
         lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines, names
+    return lines
 
 
 def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
-    """The numbers of README.md."""
+    """The numbers of README.md: one of each mode, at one batch size."""
     run = first_run(peers)
-    name, (lines, names) = workloads_of(run), first_table(run, "in pauses")
-    makers = ", ".join(sorted({name.split()[0] for name in names}))
+    name, stream = workloads_of(run), run["stream"]
+    rows = []
+    for label, (path, key, exact) in SHOWN.items():
+        peer = best_peer(run, SIZE, key, exact=exact)
+        quality = next(one["quality"] for one in cells_of(run, SIZE) if one["path"] == path)
+        changed = f"{round(quality['changed'] * quality['texts']):,} of {quality['texts']:,}"
+        own = f"**{speed_of(run, path, SIZE, key):.2f}**"
+        rows.append(f"| {label} | {own} | {peer[key]:.2f}, {PATHS[peer['path']].title} | {changed} |")
     streams = list(workloads["streams"].values())
     full = [time for one in streams for time in one["rows"]["over exact"].values()]
     half = [one["rows at half load"]["over exact"]["second half"] for one in streams]
     return "\n".join([
-        *lines, "",
-        f"{MODELS[run['model']['name']]}, {run['model']['dtype']}, {machine_of(run['conditions'])}, "
-        f"{run['stream']['name']} log lines as they came; peers: {makers} ([peers.json](docs/peers.json), "
-        f"{commits([run])}).",
-        f"On {len(streams)} streams, nothing stored at first, reuse takes {min(full):.2f} to {max(full):.2f} times as "
-        f"long as exact without pauses, {min(half):.2f} to {max(half):.2f} with pauses (second half; "
-        f"[{name}](docs/{name}), commit {workloads['commit']}).",
+        "| mode | speed, original model = 1 | best peer | answers changed |", "|---|---|---|---|", *rows, "",
+        f"{MODELS[run['model']['name']]}, {run['model']['dtype']}; {stream['name']} log lines of "
+        f"{stream['tokens_mean']:.0f} tokens, {SIZE} at once; {machine_of(run['conditions'])}; original model: "
+        f"transformers on PyTorch; reuse: last third of the lines ([data](docs/peers.json), {commits([run])}).",
+        "",
+        f"Reuse can cost time: on {len(streams)} streams, with nothing stored at first, it takes {min(full):.2f} to "
+        f"{max(full):.2f} of exact mode's time without pauses, {min(half):.2f} to {max(half):.2f} with pauses "
+        f"([data](docs/{name}), commit {workloads['commit']}).",
     ])  # fmt: skip
 
 
@@ -146,8 +157,8 @@ def benchmarks(peers: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         f"* {len(runs)} runs, bfloat16, of the streams {', '.join(streams)}; {commits(runs)}.",
         f"* Fastest of all, sorted texts and caches included: {_winners(judged)}.",
         "", f"{MODELS[beside['model']['name']]}, {machine_of(beside['conditions'])}, {beside['stream']['name']} "
-        f"([peers-avx512.json](peers-avx512.json), {commits([beside])}):",
-        "", *first_table(beside, "in requests")[0],
+        f"([data](peers-avx512.json), {commits([beside])}):",
+        "", *first_table(beside, "in requests"),
     ])  # fmt: skip
 
 
@@ -171,24 +182,31 @@ def _winners(judged: Sequence[tuple[Run, Verdict]]) -> str:
 
 
 def draw(run: Run) -> bytes:
-    """Bars of the first page: the best exact peer, exact and 8 bits, by batch size."""
-    bars = [
-        ("best exact peer", GREY, [float(best_peer(run, size, exact=True)["speed"]) for size in run["batch"]]),
-        ("attmemo, exact", GREEN, [speed_of(run, "none", size) for size in run["batch"]]),
-        ("attmemo, 8 bits", BLUE, [speed_of(run, "none-int8", size) for size in run["batch"]]),
-    ]
-    with mpl.rc_context(STYLE | {"xtick.labelsize": 12, "ytick.labelsize": 12, "legend.fontsize": 12}):
-        figure = Figure((6.0, 3.6), dpi=120, layout="constrained")
+    """Bars of the first page, by batch size: each mode, and the best peer behind it."""
+    sizes = run["batch"]
+    bars = []
+    for (label, (path, key, exact)), color, rival in zip(
+        SHOWN.items(), (GREEN, BLUE, ORANGE), ("best exact peer", "best peer", None), strict=True
+    ):
+        bars.append((f"attmemo, {label.split(':')[0]}", color, [speed_of(run, path, size, key) for size in sizes]))
+        if rival:
+            bars.append((rival, PEERS[exact], [float(best_peer(run, size, exact=exact)["speed"]) for size in sizes]))
+    with mpl.rc_context(STYLE | {"xtick.labelsize": 12, "ytick.labelsize": 12, "legend.fontsize": 11}):
+        figure = Figure((6.0, 4.2), dpi=120, layout="constrained")
         axes = figure.subplots()
         for place, (label, color, speeds) in enumerate(bars):
-            at = [number + 0.27 * (place - 1) for number in range(len(speeds))]
-            drawn = axes.bar(at, speeds, 0.25, color=color, label=label)
-            axes.bar_label(drawn, fmt="%.1f", fontsize=11)
-        axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
-        axes.set_xticks(range(len(run["batch"])), [f"batch {size}" for size in run["batch"]])
+            at = [number + 0.175 * (place - 2) for number in range(len(speeds))]
+            drawn = axes.bar(at, speeds, 0.165, color=color, label=label)
+            axes.bar_label(drawn, fmt="%.1f", fontsize=10)
+        axes.axhline(1.0, color=INK, linewidth=1, linestyle="--")
+        axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
         axes.set_ylabel("speed, original model = 1", fontsize=11)
-        axes.legend(loc="upper left", ncols=1)
-        axes.set_ylim(top=1.3 * max(max(speeds) for _, _, speeds in bars))
+        axes.legend(loc="upper left", ncols=2)
+        axes.set_ylim(top=1.4 * max(max(speeds) for _, _, speeds in bars))
+        figure.suptitle(
+            f"{MODELS[run['model']['name']]}, {run['stream']['name']} log lines\n{machine_of(run['conditions'])}",
+            fontsize=11, color=INK, x=0.01, ha="left",
+        )  # fmt: skip
         return png(figure)
 
 
@@ -205,6 +223,7 @@ def measure(shared: Path, *, short: bool) -> None:
     if not short:
         output = DOCS / workloads_of(first_run(read("peers.json")))
         run([sys.executable, scripts / "bench_workloads.py", shared, output, *read(output.name)["streams"]])
+        run([sys.executable, scripts / "result_pages.py"])
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ RULES = """How to read the tables:
   attmemo's where that method is attmemo exact, else as a peer.
 * *changed*: answers unlike those of the original model in float32: another class, or a cosine below {cosine:g}. Behind
   it, of embeddings, the mean cosine and the lowest 1 %.
-* *late*: reuse in the window of the last third of the stream, where the guard has learned the most.
+* *late*: reuse in the window of the last third of the stream, where the guard has the most evidence.
 * Rows in which a peer wins come first, with the peer in bold.
 """
 RANDOM = (
@@ -112,14 +112,14 @@ def _by_model(runs: list[Run], what: str, said: Callable[[Run], list[str]]) -> l
 
 
 def _late(runs: list[Run]) -> str:
-    """Where reuse is the fastest of all methods, once the guard has learned."""
+    """Where reuse is the fastest of all methods, late in the stream."""
     cases = [one for run in runs for one in verdicts(run, late=True) if one.own or one.peer]
     if not cases:
         return ""
     won, lost = sum(map(_rows_win, cases)), sum(one.peer_wins for one in cases)
     lines = [
         "Of the windows that all methods answer, the last one lies in the last third of the stream, where the guard "
-        "has learned the most (streams of few texts have none). There reuse is the fastest of all methods within the "
+        "has the most evidence (streams of few texts have none). There reuse is the fastest of all methods within the "
         f"budget in {won} of {len(cases)} cases, another method of attmemo in {len(cases) - won - lost}, "
         f"a peer in {lost}.",
         "",
@@ -332,7 +332,7 @@ def _conditions(runs: list[Run]) -> str:
             f"{run['model']['name']}, {run['model']['dtype']}, {stream['name']}",
             f"{stream['texts']:,}, {stream['asked_of_all']:,}", f"{stream['tokens_mean']:.0f}",
             f"{100 * stream['duplicates']:.0f} %", f"{100 * _others(run):.0f} %",
-            _state(reused) if reused else "–",
+            _state(reused) if reused else "no reuse",
         ))  # fmt: skip
     head = "model, type, stream | texts, answered by all | tokens, mean | duplicates | other work | guard"
     return "\n".join([*lines, *table(head, rows)])
@@ -356,40 +356,32 @@ LINES = {
 
 
 def draw(found: Mapping[str, Any]) -> bytes:
-    """A panel for each model and batch size: the best peer and the methods of attmemo on each stream. A PNG."""
-    groups = _groups(run for run in found["runs"] if "failed" not in run)
-    sizes = sorted({size for group in groups.values() for run in group for size in run["batch"]})
-    streams = list(dict.fromkeys(run["stream"]["name"] for group in groups.values() for run in group))
-    with mpl.rc_context(STYLE):
-        figure = Figure((4.0 * max(1, len(sizes)), 2.5 * max(1, len(groups)) + 0.8), dpi=130, layout="constrained")
-        grid = figure.subplots(max(1, len(groups)), max(1, len(sizes)), squeeze=False, sharey="row", sharex=True)
-        for row, (title, group) in zip(grid, groups.items(), strict=False):
-            for axes, size in zip(row, sizes, strict=True):
-                _panel(axes, group, size, streams)
-                axes.set_title(f"{title if size == sizes[0] else ''}\nbatches of {size}", fontsize=9)
-            row[0].set_ylabel("speed, original model = 1")
-            row[0].set_ylim(0.0, 1.05 * max(axes.dataLim.ymax for axes in row))
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=6)
+    """A panel for each batch size: the best peer and the methods of attmemo, by model and stream. A PNG."""
+    runs = [run for group in _groups(run for run in found["runs"] if "failed" not in run).values() for run in group]
+    sizes = sorted({size for run in runs for size in run["batch"]})
+    names = [f"{run['model']['name']}, {run['stream']['name']}" for run in runs]
+    with mpl.rc_context(STYLE | {"axes.grid.axis": "both"}):
+        figure = Figure((3.4 * max(1, len(sizes)) + 1.6, 0.3 * len(runs) + 1.6), dpi=130, layout="constrained")
+        panels = figure.subplots(1, max(1, len(sizes)), squeeze=False, sharey=True, sharex=True)[0]
+        for axes, size in zip(panels, sizes, strict=False):
+            _panel(axes, runs, size)
+            axes.set_title(f"batches of {size}")
+            axes.set_xlabel("speed, original model = 1")
+        panels[0].set_yticks(range(len(runs)), names)
+        panels[0].invert_yaxis()
+        panels[0].set_xlim(0.0, 1.05 * max(axes.dataLim.xmax for axes in panels))
+        handles = {label: one for axes in panels for one, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
         return png(figure)
 
 
-def _panel(axes: Any, group: list[Run], size: int, streams: list[str]) -> None:
-    best = dict.fromkeys(streams, np.nan)
-    own: dict[str, dict[str, float]] = {path: dict(best) for path in LINES}
-    for run in group:
-        name = run["stream"]["name"]
-        for one in verdicts(run):
-            if one.batch == size and one.peer is not None:
-                best[name] = one.peer["speed"]
-        for path, values in own.items():
-            cell = _cell(run, path, size)
-            if cell is not None:
-                values[name] = cell["speed"]
-    axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1, label="original model")
-    places = np.arange(len(streams))
-    axes.bar(places, list(best.values()), 0.62, color=ORANGE, alpha=0.55, label="best peer within the budget")
-    for shift, (path, (label, mark)) in zip(np.linspace(-0.28, 0.28, len(LINES)), LINES.items(), strict=True):
-        axes.plot(places + shift, list(own[path].values()), mark, color=color_of(path), label=label, markersize=5)
-    axes.set_xticks(places, streams, rotation=35, ha="right")
-    axes.set_xlim(-0.6, len(streams) - 0.4)
+def _panel(axes: Any, runs: list[Run], size: int) -> None:
+    peers = [[one.peer["speed"] for one in verdicts(run) if one.batch == size and one.peer] for run in runs]
+    best = [own[0] if own else np.nan for own in peers]
+    axes.barh(range(len(runs)), best, 0.6, color=ORANGE, alpha=0.55, label="best peer within the budget")
+    for path, (label, mark) in LINES.items():
+        cells = [_cell(run, path, size) for run in runs]
+        speeds = [np.nan if cell is None else cell["speed"] for cell in cells]
+        if not np.isnan(speeds).all():
+            axes.plot(speeds, range(len(runs)), mark, color=color_of(path), label=label, markersize=5)
+    axes.axvline(1.0, color=GREY, linestyle="--", linewidth=1, label="original model")

@@ -34,6 +34,7 @@ PAGES: Final[dict[str, dict[str, Table]]] = {
     },
     "measured.md": {"reuse": speed.reuse},
     "service-measured.md": {
+        "gains": speed.found_of_services,
         "float32": partial(speed.service, "service.json"), "AMX": partial(speed.service, "service-bfloat16.json"),
         "AVX-512": partial(speed.service, "service-avx512.json"),
     },

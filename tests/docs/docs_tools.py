@@ -15,7 +15,8 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 README = REPOSITORY / "README.md"
-DOCUMENTS = [README, *sorted(DOCS.glob("**/*.md")), REPOSITORY / "attmemo" / "models" / "README.md"]
+BESIDE = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md", "attmemo/models/README.md")
+DOCUMENTS = [*(REPOSITORY / name for name in BESIDE), *sorted(DOCS.glob("**/*.md"))]
 NUMBER = re.compile(r"(?<![\w.])[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?!\.?\d)(?!,\d{3})")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ENDS = {"|", "||", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&"}
