@@ -18,7 +18,7 @@ GROUPS: Final = (
     program.START, program.SERVE, program.DATABASES, program.MAPS, program.BENCHMARKS, program.GENERATION
 )  # fmt: skip
 COMMON: Final = {"--help", "--json", "--quiet"}
-PAGES: Final = {"serve": "[all options](environment.md)", "generate": "[its page](generate.md)"}
+PAGES: Final = {"serve": "[all options](environment.md)", "generate": "[its page](fastseq.md#a-file-attmemo-generate)"}
 """Commands whose options have a page of their own."""
 OTHERS: Final = {
     "ATTMEMO_CACHE": "folder of databases with the place `auto`; default: in the user's cache directory",

@@ -96,7 +96,7 @@ SHORTER: dict[tuple[str, ...], tuple[str, ...]] = {
 """Options that are given too, by how a command begins: the first that fits. A value that comes last counts."""
 
 NEEDS = {
-    "docs/generate.md": ("sacrebleu",), "docs/peers.md": ("matplotlib",),
+    "docs/fastseq.md": ("sacrebleu",), "docs/peers.md": ("matplotlib",),
     "docs/use.md": ("jinja2", "matplotlib", "sklearn"),
 }  # fmt: skip
 """Packages of extras without which a page cannot run."""
@@ -302,7 +302,6 @@ PYTHON: dict[str, Callable[[dict[str, str]], Names]] = {
     "docs/attention-op.md": with_a_cache,
     "docs/fastseq.md": with_a_generator,
     "docs/filling.md": with_a_classifier,
-    "docs/generate.md": with_a_generator,
     "docs/models.md": with_a_classifier,
     "docs/promise.md": with_a_classifier,
     "docs/python.md": with_a_classifier,
@@ -409,7 +408,7 @@ def test_the_python_of_a_page_runs(page: str, models: dict[str, str]) -> None:
         assert names["seen"].tokens == names["batch"]["attention_mask"].sum(1).tolist()
     if page == "docs/filling.md":
         assert Path("DB").is_dir()
-    if page == "docs/generate.md":
+    if page == "docs/fastseq.md":
         assert len(Path("summaries.txt").read_text(encoding="utf-8").splitlines()) == 6
 
 
