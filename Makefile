@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint docs install wheel clean help
 
-demo: $(LIBRARY)  ## log lines through a model, all methods side by side (LOG=file: yours; LOG=-: from a pipe), for 75 seconds
+demo: $(LIBRARY)  ## log lines through a model, all methods side by side (LOG=file: yours; LOG=-: from a pipe), about 80 seconds
 	@$(BIN)/attmemo demo $(if $(filter -,$(LOG)),--stdin,$(if $(LOG),"$(LOG)")) --output "$(OUTPUT)"
 
 # One process for each core, up to four, and one thread in each: threads of two processes on the same cores wait for each
