@@ -99,6 +99,12 @@ def test_every_table_of_a_page_of_results_is_made_of_its_json() -> None:
         assert not re.search(r"^\|", tables.sub("", page(name)), re.MULTILINE), name
 
 
+def test_every_number_of_the_papers_in_short_stands_among_the_figures() -> None:
+    found = set(numbers(re.sub(r"\]\([^)]*\)", "]", page("papers.md"))))
+    assert len(found) > 50
+    assert found <= set(numbers(page("paper.md")))
+
+
 def test_a_guard_kept_its_budget_over_all_lines_and_nearly_in_each_log() -> None:
     for case in ("lines", "near", "windows", "embeddings"):
         runs = measured("guard.json")[case]["guard"].values()
