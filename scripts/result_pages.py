@@ -27,7 +27,6 @@ PAGES: Final[dict[str, dict[str, Table]]] = {
         "cold": filling.cold, "costs": filling.costs, "soon": filling.soon, "admitted": filling.admitted,
         "bounded": filling.bounded,
     },
-    "decisions.md": {"slots": filling.in_a_gib},
     "answers-measured.md": {
         "orders": lambda: bench_answers.table_of_orders(measured("answers.json")),
         "forms": lambda: bench_answers.table_of_forms(measured("answers.json")),
@@ -41,7 +40,7 @@ PAGES: Final[dict[str, dict[str, Table]]] = {
     "streams-measured.md": {
         "AVX-512": partial(speed.streams, "streams-avx512.json"), "AMX": partial(speed.streams, "streams.json"),
         "float32": partial(speed.streams, "streams-float32.json"), "prepared": speed.prepared, "maps": speed.maps,
-        "most": speed.most,
+        "most": speed.most, "slots": filling.in_a_gib,
     },
     "rows-measured.md": {
         "AMX": partial(speed.rows, "bfloat16"), "AVX-512": partial(speed.rows, "bfloat16", "without a matrix unit"),

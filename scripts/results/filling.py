@@ -1,4 +1,4 @@
-"""Tables of docs/filling-measured.md and of docs/decisions.md: databases that fill themselves, and their slots."""
+"""Tables of docs/filling-measured.md: databases that fill themselves. And how many maps fill a GiB."""
 
 from __future__ import annotations
 
