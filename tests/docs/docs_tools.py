@@ -27,6 +27,13 @@ def page(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
+def section(text: str, heading: str) -> str:
+    """A section of a page, with those below it."""
+    start = text.index(f"\n## {heading}\n") + 1
+    end = text.find("\n## ", start)
+    return text[start : len(text) if end < 0 else end + 1]
+
+
 @cache
 def measured(name: str) -> Any:
     """What a JSON file beside the pages holds."""
@@ -84,13 +91,14 @@ def blocks(text: str) -> Iterator[tuple[str, str | None]]:
             yield code, behind[1] if shows and behind is not None else None
 
 
-def run(name: str, names: dict[str, Any], **other: str) -> list[tuple[str, str | None]]:
-    """What each block of a page printed, and what the page shows.
+def run(name: str, names: dict[str, Any], part: str | None = None, **other: str) -> list[tuple[str, str | None]]:
+    """What each block of a page, or of one `part` of it, printed, and what the page shows.
 
     `names` are there before the first block. The code of the page is changed by `other` only: text by other text.
     """
     outputs = []
-    for code, shown in blocks(page(name)):
+    text = page(name)
+    for code, shown in blocks(text if part is None else section(text, part)):
         for before, after in other.items():
             code = code.replace(before, after)
         printed = io.StringIO()

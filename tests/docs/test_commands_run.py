@@ -262,6 +262,11 @@ def with_a_classifier(models: dict[str, str]) -> Names:
     return names
 
 
+def with_an_encoder(models: dict[str, str]) -> Names:
+    """The same with a model that gives hidden states."""
+    return with_a_classifier(models) | {"torch": torch, "model": AutoModel.from_pretrained(models["MODEL"]).eval()}
+
+
 def with_a_generator(_: dict[str, str]) -> Names:
     """A model that makes texts, its tokenizer, lines, and some of these as a batch."""
     own = tokenizer()
@@ -304,7 +309,7 @@ PYTHON: dict[str, Callable[[dict[str, str]], Names]] = {
     "docs/filling.md": with_a_classifier,
     "docs/models.md": with_a_classifier,
     "docs/promise.md": with_a_classifier,
-    "docs/python.md": with_a_classifier,
+    "docs/python.md": with_an_encoder,
     "docs/rows.md": with_a_classifier,
     "docs/scale.md": with_a_classifier,
     "docs/service.md": with_a_classifier,
@@ -316,7 +321,6 @@ PYTHON: dict[str, Callable[[dict[str, str]], Names]] = {
 ELSEWHERE = {
     "README.md": "docs/test_readme.py",
     "docs/own-family.md": "docs/test_pages.py",
-    "docs/pooling.md": "docs/test_pages.py",
     "docs/privacy.md": "docs/test_pages.py",
     "docs/serving.md": "fastseq/test_ops_serving.py",
     "docs/tutorial.md": "docs/test_pages.py",
@@ -324,7 +328,6 @@ ELSEWHERE = {
 """Pages whose Python another test runs."""
 
 BEFORE = {
-    ("docs/python.md", 1): "memoize(model, budget=0.01)",
     ("docs/troubleshooting.md", 0): "memoize(model, budget=0.01)(**batch)",
 }
 """What a reader has done before a block, by its number."""

@@ -47,7 +47,7 @@ def test_the_poolings_of_the_page_are_what_the_guard_compares(tiny_bert: str, lo
     names["batch"] = batch = AutoTokenizer.from_pretrained(tiny_bert)(log_lines[:3], padding=True, return_tensors="pt")
     with torch.inference_mode():
         expected = names["model"](**batch)
-        run("pooling.md", names)
+        run("python.md", names, "What counts as the answer")
     names["examples"] = torch.eye(4)
     assert names["kind"]({"sentence_embedding": torch.eye(4)[[2, 0]]}).tolist() == [2, 0]
     assert names["model"].attmemo.guarded.answers.rule is names["pooler"]
