@@ -1,10 +1,11 @@
-"""Keeps the file of a guard up to date."""
+"""Keeps the file of a guard up to date, off the way of requests."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import threading
 import weakref
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ from attmemo.guard.guard import Guard
 _LOG = logging.getLogger("attmemo")
 
 EVERY: Final = 10.0
-"""Seconds between two calls of `Keeper.sync_if_dirty`, off the way of requests."""
+"""Seconds between two syncs, while something is learned."""
 
 
 class Keeper:
@@ -26,15 +27,19 @@ class Keeper:
     ----------
     guard : Guard
     ledger : Ledger
+    every : float
+        Seconds between two syncs.
     """
 
-    def __init__(self, guard: Guard, ledger: Ledger) -> None:
+    def __init__(self, guard: Guard, ledger: Ledger, every: float = EVERY) -> None:
         self._guard, self._ledger = guard, ledger
-        self._closed = self._told = False
+        self._closing, self._told = threading.Event(), False
         self._mend()
         if ledger.read() is not None:
             self.sync()
-        self._leave = partial(_close, weakref.ref(self))
+        own = weakref.ref(self)  # a keeper that nothing else holds ends its thread
+        threading.Thread(target=_run, args=(own, self._closing, every), daemon=True, name="attmemo-guard").start()
+        self._leave = partial(_close, own)
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(guard)))
 
@@ -56,15 +61,25 @@ class Keeper:
                              self._ledger.path, error)  # fmt: skip
 
     def sync_if_dirty(self) -> None:
-        """Share what was learned, if anything was, until it is closed."""
-        if self._guard.dirty and not self._closed:
+        """Share what was learned, if anything was."""
+        if self._guard.dirty:
             self.sync()
 
     def close(self) -> None:
         """Share for the last time."""
-        atexit.unregister(self._leave)
-        self.sync_if_dirty()
-        self._closed = True
+        if not self._closing.is_set():
+            self._closing.set()
+            atexit.unregister(self._leave)
+            self.sync_if_dirty()
+
+
+def _run(own: weakref.ref[Keeper], closing: threading.Event, every: float) -> None:
+    while not closing.wait(every):
+        keeper = own()
+        if keeper is None:
+            return
+        keeper.sync_if_dirty()
+        del keeper
 
 
 def _close(own: weakref.ref[Keeper]) -> None:

@@ -29,7 +29,7 @@ from attmemo.guard.deferred import Deferred
 from attmemo.guard.file import Ledger
 from attmemo.guard.forward import Guarded
 from attmemo.guard.guard import Guard
-from attmemo.guard.keeper import EVERY, Keeper
+from attmemo.guard.keeper import Keeper
 from attmemo.guard.planner import GuardedPlanner
 from attmemo.guard.rules import digest_of_rules
 from attmemo.guard.shadow import Shadow
@@ -44,7 +44,6 @@ from attmemo.packed.check import check_stack, check_whole
 from attmemo.packed.head_check import reads_first_row
 from attmemo.packed.runner import Packed
 from attmemo.rows.check import check_rows
-from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.planner import THRESHOLD, RowPlanner
 from attmemo.rows.serve import Rows
 from attmemo.rows.token_kinds import find_tokenizer, kinds_of
@@ -242,9 +241,6 @@ class _Making:
             }  # fmt: skip
             keeper = Keeper(planner.guard, ledger_of(folder, settings))
             undo.callback(keeper.close)
-            assert isinstance(handle.engine.reuse, Rows)
-            assert isinstance(handle.engine.reuse.store, GrowingRows)
-            handle.engine.reuse.store.tend(keeper.sync_if_dirty, EVERY)
         growing = handle._store
         sureness = Sureness(self.answers, growing)
         if named:

@@ -69,7 +69,6 @@ class Filler(Generic[Item]):
     def __init__(self, work: Callable[[Sequence[Item], bool], None], end: Callable[[], None]) -> None:
         self._work, self._end = weakref.WeakMethod(work), end
         self.skipped: Counter[str] = Counter()
-        self._chores: dict[Callable[[], object], tuple[float, float]] = {}  # seconds between two times, and when
         self.pace = Pace()
         self._begin()
         self.wake()
@@ -95,16 +94,6 @@ class Filler(Generic[Item]):
             threading.Thread(
                 target=_run, args=(weakref.ref(self), self._changed, self._end), daemon=True, name="attmemo-filler"
             ).start()
-
-    def tend(self, chore: Callable[[], object], every: float) -> None:
-        """Have this done with a look, every so many seconds or a little later. It must not raise."""
-        self._chores[chore] = every, time.monotonic() + every
-
-    def _tend(self) -> None:
-        for chore, (every, due) in list(self._chores.items()):
-            if time.monotonic() >= due:
-                chore()
-                self._chores[chore] = every, time.monotonic() + every
 
     def admit(self, sizes: Sequence[int]) -> int:
         """Return how many of these items may be handed over now, the first ones; the others are counted as left out.
@@ -303,8 +292,6 @@ def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition, end: Call
         try:
             if work is not None:
                 work(items, hurry)
-            if not items:
-                filler._tend()
         finally:
             filler._done(not items)
         del filler, items, work

@@ -162,7 +162,8 @@ class GrowingRows(RowStore):
 
     def fits(self, lengths: Ints) -> npt.NDArray[np.bool_]:
         """Return which sequences of these lengths ``[B]`` can be kept at all."""
-        return np.array([self.fills and self.pool.fits(self.layout.nbytes(n)) for n in lengths.tolist()], np.bool_)
+        sizes = [self.layout.nbytes(n) for n in lengths.tolist()]
+        return np.array([self.fills and self.pool.fits(size) for size in sizes], np.bool_)
 
     def awaiting(self, tokens: npt.NDArray[np.int32], starts: Ints) -> npt.NDArray[np.bool_]:
         """Return of which sequences ``[B]`` a record of just these tokens may be on its way."""
@@ -280,10 +281,6 @@ class GrowingRows(RowStore):
         finally:
             for record in list(self._ahead):  # what was not published is lost
                 self._forget(record)
-
-    def tend(self, chore: Callable[[], object], every: float) -> None:
-        """Have this done in the filler's thread, every so many seconds or a little later. It must not raise."""
-        self._filler.tend(chore, every)
 
     def watch(self, work: Callable[[], Work]) -> None:
         """Note from now on what requests do; `work` says how much they have done so far."""

@@ -24,6 +24,7 @@ from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
 
 SETTINGS = {"budget": 0.01, "confidence": 0.95, "answer": "auto"}
+FAR = 3600.0
 
 
 def gap(slot: int, value: int, word: int = 0) -> Any:
@@ -48,9 +49,9 @@ def ledger(tmp_path: Path) -> Ledger:
 def test_what_was_learned_survives_a_restart(ledger: Ledger) -> None:
     guard = Guard(0.01, 0.95, seed=0)
     verify(guard, 7, range(1, 40))
-    Keeper(guard, ledger).close()
+    Keeper(guard, ledger, FAR).close()
     other = Guard(0.01, 0.95, seed=0)
-    Keeper(other, ledger).close()
+    Keeper(other, ledger, FAR).close()
     assert other.verified.ask(gap(7, 3)) == Evidence.FULLY
     assert other.verified.ask(gap(8, 3)) == Evidence.UNKNOWN
     assert other.certificate.counts == guard.certificate.counts
@@ -67,9 +68,9 @@ def test_the_margin_survives_a_restart(ledger: Ledger) -> None:
         guard.compared(Verdict.SERVE, own, Evidence.FULLY, first - 0.01, False)
     learned = guard.margin.least
     assert learned < first
-    Keeper(guard, ledger).close()
+    Keeper(guard, ledger, FAR).close()
     other = Guard(0.01, 0.95, seed=0)
-    Keeper(other, ledger).close()
+    Keeper(other, ledger, FAR).close()
     assert other.margin.least == learned
 
 
@@ -186,7 +187,7 @@ def test_a_damaged_file_is_set_aside_and_named_once(
     ledger.path.write_bytes(bad)
     for _ in range(2):
         other = Guard(0.01, 0.95, seed=0)
-        keeper = Keeper(other, ledger)
+        keeper = Keeper(other, ledger, FAR)
         verify(other, 1, range(5))
         keeper.close()
     assert caplog.text.count("set aside") == 1
@@ -230,7 +231,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(
     (tmp_path / "guard").write_text("a file where the folder should be")
     guard = Guard(0.01, 0.95, seed=0)
     with caplog.at_level(logging.WARNING, "attmemo"):
-        keeper = Keeper(guard, Ledger(tmp_path / "guard" / "one.safetensors", SETTINGS))
+        keeper = Keeper(guard, Ledger(tmp_path / "guard" / "one.safetensors", SETTINGS), FAR)
         verify(guard, 1, range(5))
         keeper.close()
     assert len([record for record in caplog.records if "not kept" in record.getMessage()]) == 1
@@ -303,7 +304,7 @@ def test_a_guard_can_be_read_from_its_file(ledger: Ledger) -> None:
 def test_a_file_of_another_version_is_not_read(ledger: Ledger) -> None:
     guard = Guard(0.01, 0.95, seed=0)
     verify(guard, 7, range(1, 40))
-    Keeper(guard, ledger).close()
+    Keeper(guard, ledger, FAR).close()
     with safe_open(ledger.path, "numpy") as file:
         told = file.metadata()
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -493,17 +493,6 @@ def test_index_and_store_agree_while_threads_offer_and_fetch(monkeypatch: pytest
         assert bool((rows == float(store.index.tokens_of(number)[0])).all())
 
 
-def test_what_a_store_tends_is_done_again_and_again_until_it_is_closed() -> None:
-    done, seen = threading.Event(), list[int]()
-    store = store_for(4)
-    store.tend(lambda: seen.append(1) or (len(seen) > 1 and done.set()), 0.0)
-    assert done.wait(30)
-    store.close()
-    count = len(seen)
-    store.flush(0.0)
-    assert len(seen) == count
-
-
 def test_a_forked_child_reads_what_was_there_and_keeps_its_own() -> None:
     store = store_for(8)
     keep(store, record(0))
