@@ -3,6 +3,7 @@
     python scripts/bench_guard.py SHARED OUT CASE…      all cases: --help
     python scripts/bench_guard.py SHARED OUT --table    the table of what OUT holds
     python scripts/bench_guard.py SHARED OUT --merge docs/guard.json    all that OUT holds in one file
+    python scripts/bench_guard.py SHARED docs guard-ablations           each mechanism taken away; has its own file
 
 `SHARED` holds `data/loghub_2k` and `models/deberta-loghub`. Each case writes OUT/CASE.json. Streams are the first
 lines of the later 30 % of each log, in order of time. They run through the path that a user gets: with the guard, with
@@ -547,7 +548,7 @@ def cases(shared: Path) -> Iterator[tuple[str, Any]]:
     yield "lines", lambda: streams(shared, "deberta", LOGS, 1, **one)
     for seed in (1, 2):
         yield f"seed {seed}", partial(streams, shared, "deberta", LOGS, 1, guards=("guard",), seed=seed, **one)
-    yield "ablations", lambda: ablations(shared)
+    yield "guard-ablations", lambda: ablations(shared)
     yield "alone", lambda: alone(shared, "deberta", LOGS, 1, **one)
     yield "near", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=1, **one)
     yield "near 0", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=0, **one)
@@ -581,7 +582,7 @@ def table(out: Path) -> str:
 
 def merged(out: Path, known: Sequence[str]) -> dict[str, Any]:
     """What the files of OUT hold, by case, without the sentences and places of single runs."""
-    files = {name: out / f"{name}.json" for name in known}
+    files = {name: out / f"{name}.json" for name in known if name != "guard-ablations"}
     found, stamps = gathered({name: json.loads(file.read_text()) for name, file in files.items() if file.exists()})
     return {name: _short(case) for name, case in found.items()} | {"measured": stamps}
 

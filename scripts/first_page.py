@@ -103,13 +103,14 @@ def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
     rows = []
     for label, (path, key, exact) in SHOWN.items():
         peer = best_peer(run, SIZE, key, exact=exact)
-        quality = next(one["quality"] for one in cells_of(run, SIZE) if one["path"] == path)
+        kept = key.replace("speed", "quality")
+        quality = next(one[kept] for one in cells_of(run, SIZE) if one["path"] == path)
         changed = f"{round(quality['changed'] * quality['texts']):,} of {quality['texts']:,}"
         own = f"**{speed_of(run, path, SIZE, key):.2f}**"
         rows.append(f"| {label} | {own} | {peer[key]:.2f}, {PATHS[peer['path']].title} | {changed} |")
     streams = list(workloads["streams"].values())
     full = [time for one in streams for time in one["rows"]["over exact"].values()]
-    half = [one["rows at half load"]["over exact"]["second half"] for one in streams]
+    half = [time for one in streams for time in one["rows at half load"]["over exact"].values()]
     return "\n".join([
         "| mode | speed, original model = 1 | best peer | answers changed |", "|---|---|---|---|", *rows, "",
         f"{MODELS[run['model']['name']]}, {run['model']['dtype']}; {stream['name']} log lines of "
@@ -188,7 +189,8 @@ def draw(run: Run) -> bytes:
     for (label, (path, key, exact)), color, rival in zip(
         SHOWN.items(), (GREEN, BLUE, ORANGE), ("best exact peer", "best peer", None), strict=True
     ):
-        bars.append((f"attmemo, {label.split(':')[0]}", color, [speed_of(run, path, size, key) for size in sizes]))
+        late = ", last third" * (key == "late_speed")
+        bars.append((f"attmemo, {label.split(':')[0]}{late}", color, [speed_of(run, path, size, key) for size in sizes]))
         if rival:
             bars.append((rival, PEERS[exact], [float(best_peer(run, size, exact=exact)["speed"]) for size in sizes]))
     with mpl.rc_context(STYLE | {"xtick.labelsize": 12, "ytick.labelsize": 12, "legend.fontsize": 11}):

@@ -369,7 +369,8 @@ def draw(found: Mapping[str, Any]) -> bytes:
             axes.set_xlabel("speed, original model = 1")
         panels[0].set_yticks(range(len(runs)), names)
         panels[0].invert_yaxis()
-        panels[0].set_xlim(0.0, 1.05 * max(axes.dataLim.xmax for axes in panels))
+        if runs:
+            panels[0].set_xlim(0.0, 1.05 * max(axes.dataLim.xmax for axes in panels))
         handles = {label: one for axes in panels for one, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
         return png(figure)

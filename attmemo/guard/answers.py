@@ -243,7 +243,8 @@ def cosines(some: Tensor, others: Tensor) -> list[float]:
     """The cosines of pairs of vectors ``[N, H]``; that of zeros is 0."""
     a, b = some.double().numpy(), others.double().numpy()  # torch's own operator takes longer than a line's look-up
     lengths = np.sqrt(np.einsum("ij,ij->i", a, a)), np.sqrt(np.einsum("ij,ij->i", b, b))
-    found: list[float] = (np.einsum("ij,ij->i", a, b) / np.maximum(lengths[0] * lengths[1], _LEAST)).tolist()
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite numbers: NaN is another answer
+        found: list[float] = (np.einsum("ij,ij->i", a, b) / np.maximum(lengths[0] * lengths[1], _LEAST)).tolist()
     return found
 
 

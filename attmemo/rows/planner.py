@@ -183,7 +183,7 @@ def plan_of(
 
 def packed_tokens(ids: Any, types: Any, lengths: list[int]) -> npt.NDArray[np.int32] | None:
     """Ids and types ``[B, L]`` of valid tokens as one int32 each, ``[sum n]``; None if there are none to read."""
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or len(ids) != len(lengths):
         return None
     found = ids.numpy().astype(np.int64)
     if types is not None:
