@@ -190,7 +190,8 @@ def draw(run: Run) -> bytes:
         SHOWN.items(), (GREEN, BLUE, ORANGE), ("best exact peer", "best peer", None), strict=True
     ):
         late = ", last third" * (key == "late_speed")
-        bars.append((f"attmemo, {label.split(':')[0]}{late}", color, [speed_of(run, path, size, key) for size in sizes]))
+        own = [speed_of(run, path, size, key) for size in sizes]
+        bars.append((f"attmemo, {label.split(':')[0]}{late}", color, own))
         if rival:
             bars.append((rival, PEERS[exact], [float(best_peer(run, size, exact=exact)["speed"]) for size in sizes]))
     with mpl.rc_context(STYLE | {"xtick.labelsize": 12, "ytick.labelsize": 12, "legend.fontsize": 11}):
