@@ -19,7 +19,7 @@ import torch
 from bench_workloads import order_kept
 from marked import table
 from measured_at import write_record
-from results.files import NONE
+from results.files import NONE, standing
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 from workloads import WORKLOADS, Workload, sign
 
@@ -126,7 +126,7 @@ def table_of_forms(found: dict[str, Any]) -> list[str]:
     rows = [
         (
             f"reuse, to {one['forms']:,}", percent(one["reused"] / PART, 1), percent(one["repeated"] / PART, 1),
-            f"{one['rows'] / one['tokens']:.2f}", str(one["other spans"]), one["state"],
+            f"{one['rows'] / one['tokens']:.2f}", str(one["other spans"]), standing(one["state"]),
         )
         for one in found["forms"]["reuse"]["parts"]
     ]  # fmt: skip

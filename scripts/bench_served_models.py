@@ -31,6 +31,7 @@ import bench_prefix
 import torch
 from marked import replace_measured, table
 from measured_at import measured_at
+from results.files import standing
 from served_models import (
     ROUTES,
     SHAPES,
@@ -349,7 +350,7 @@ def _budget(one: dict[str, Any]) -> list[str]:
     ratios = (f"{one['over exact'][part]:.2f}" for part in ("first half", "second half"))
     cells = [str(one["forms"]), f"{100 * (one['reused'] + one['repeated']) / one['forms']:.1f} %",
              f"{one['share_computed']:.2f}", *ratios, f"{100 * one['changed']:.2f} %",
-             "collecting evidence" if one["state"] == "learning" else str(one["state"])]  # fmt: skip
+             standing(one["state"])]  # fmt: skip
     return [f"minilm-pii with `budget=0.01, linear=\"exact\"`, {TEXTS} forms at once, what the guard does beside "
             f"requests included (commit {one['commit']}):", "",
             *table("forms | reused or repeated | tokens recomputed | speed, exact = 1: first half | second half "

@@ -23,6 +23,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from measured_at import write_record
+from results.files import standing
 from torch import Tensor
 
 from attmemo.memoization import memoize
@@ -105,7 +106,8 @@ def draw(streams: dict[str, Any]) -> bytes:
         for name in names:
             found = streams[name]
             changed = 100 * found["parts"]["all"]["changed"][ROWS]
-            texts.append(f"{name}\nanswers changed: {changed:.2f} %\nthe guard at the end: {found['guard']['state']}")
+            state = standing(found["guard"]["state"])
+            texts.append(f"{name}\nanswers changed: {changed:.2f} %\nthe guard at the end: {state}")
         axes.set_xticks(range(len(names)), texts)
         axes.set_ylabel("speed, original model = 1")
         first = streams[names[0]]

@@ -12,6 +12,7 @@ import numpy as np
 from marked import table
 from matplotlib.figure import Figure
 from peers_inputs import MODELS, PAGES
+from results.files import standing
 
 from attmemo.profiler.peers import sentences, title_of, verdicts
 from attmemo.profiler.peers.paths import CACHE, PATHS
@@ -310,8 +311,7 @@ def _failures(runs: Iterable[Run]) -> str:
 
 def _state(cell: Mapping[str, Any]) -> str:
     """The guard's state, in the glossary's words."""
-    state = str(cell["counts"].get("guard", {}).get("state", "–"))
-    return "collecting evidence" if state == "learning" else state
+    return standing(str(cell["counts"].get("guard", {}).get("state", "–")))
 
 
 def _conditions(runs: list[Run]) -> str:

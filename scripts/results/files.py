@@ -34,3 +34,8 @@ def short(value: float) -> str:
     if value < 9.95:
         return f"{value:.1f}"
     return f"{value:,.0f}" if value < 1000 else f"{round(value, -1):,.0f}"
+
+
+def standing(state: str) -> str:
+    """The state of a guard in words."""
+    return "collecting evidence" if state == "learning" else state
