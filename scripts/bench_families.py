@@ -154,16 +154,17 @@ def draw_families(result: Mapping[str, Any]) -> bytes:
     `result` is that of `bench_families`. Gives a PNG: a panel for each family; a pair of bars, served and ceiling, for
     each shape and precision.
     """
-    rows, where, columns = result["rows"], result["conditions"], 4
+    rows, where = result["rows"], result["conditions"]
     families = list(dict.fromkeys(str(row["family"]) for row in rows))
+    columns = max(2, min(4, len(families)))
     lines = max(1, -(-len(families) // columns))
     highest = max([1.0, *(row[key] for row in rows for key in ("speedup", "ceiling"))])
     with mpl.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
-        figure = Figure(figsize=(15.5, 0.9 + 2.9 * lines), dpi=130, layout=layout)
+        figure = Figure(figsize=(3.9 * columns, 0.9 + 2.9 * lines), dpi=130, layout=layout)
         heading = (
-            f"Time of an exact forward over that of one with every sequence reused ({where['layers']} layers of width "
-            f"{where['hidden']}): filled as measured, outlined without lookup and fetch"
+            f"{where['layers']} layers of width {where['hidden']}, every sequence reused: speed over exact forwards\n"
+            "filled: as measured; outlined: without lookup and fetch"
         )
         figure.suptitle(heading, fontsize=12, x=0.01, ha="left")
         for place, family in enumerate(families, start=1):

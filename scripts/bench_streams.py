@@ -97,7 +97,8 @@ def draw(streams: dict[str, Any]) -> bytes:
             late = part == LATE
             label = f"{way}, {LATE} of the lines" if late else f"{way}, all lines" if way == ROWS else way
             alpha = 1.0 if late or way != ROWS else 0.55
-            axes.bar(places, heights, 0.92 * width, color=color_of(way), alpha=alpha, label=label)
+            axes.bar(places, heights, 0.92 * width, color=color_of(way), alpha=alpha,
+                     label=label.replace("rows", "reuse"))  # fmt: skip
             for place, height in zip(places, heights, strict=True):
                 if not np.isnan(height):
                     axes.text(place, height + 0.02, f"{height:.2f}", ha="center", fontsize=7.5)
@@ -107,7 +108,7 @@ def draw(streams: dict[str, Any]) -> bytes:
             found = streams[name]
             changed = 100 * found["parts"]["all"]["changed"][ROWS]
             state = standing(found["guard"]["state"])
-            texts.append(f"{name}\nanswers changed: {changed:.2f} %\nthe guard at the end: {state}")
+            texts.append(f"{name}\nanswers changed: {changed:.2f} %\nguard: {state}")
         axes.set_xticks(range(len(names)), texts)
         axes.set_ylabel("speed, original model = 1")
         first = streams[names[0]]
@@ -122,7 +123,7 @@ def draw(streams: dict[str, Any]) -> bytes:
 def table(streams: dict[str, Any]) -> str:
     """The same numbers in Markdown."""
     lines = [
-        f"| original = 1 | {OPENVINO} | {ONNX} | {PACKED} | {CACHE} | rows, all lines | rows, {LATE} | changed |",
+        f"| original = 1 | {OPENVINO} | {ONNX} | {PACKED} | {CACHE} | reuse, all lines | reuse, {LATE} | changed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in (name for name in STREAMS if name in streams):
