@@ -60,7 +60,8 @@ class RowShare(Share):
         """The share of a batch: records ``[B]`` (-1: none) and what they supply; nothing to a sequence without one."""
         served = records >= 0
         sequences = np.flatnonzero(served)
-        source = np.where(np.repeat(served, lengths), source, np.int32(-1)).astype(np.int32)
+        if len(sequences) < len(records):
+            source = np.where(np.repeat(served, lengths), source, np.int32(-1)).astype(np.int32)
         missed = Rows.without(len(records), sequences)
         return cls(sequences, records[sequences], missed, predicted, source, records, admitted or {}, beside or {})
 

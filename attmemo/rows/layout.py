@@ -121,20 +121,29 @@ class Placed:
 
     def __init__(self, layout: RowLayout, records: Sequence[Kept | None]) -> None:
         self._layout, self._records = layout, records
-        begin, self._rows = np.zeros((2, len(records)), np.int64)
+        self._begin, self._rows = np.zeros((2, len(records)), np.int64)
         for place, kept in enumerate(records):
             if kept is not None:
-                begin[place], self._rows[place] = kept.segment.address + kept.offset, len(kept.tokens)
-        rows, there = self._rows, begin > 0
+                self._begin[place], self._rows[place] = kept.segment.address + kept.offset, len(kept.tokens)
+        self._there = self._begin > 0
+        self._last = np.where(self._there, self._begin + layout.last_at(self._rows), 0).astype(np.uint64)
 
-        def planes(of: npt.NDArray[np.int64], step: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-            """Addresses of K and V of each layer, ``[layers, 2, B]``; 0: no record."""
-            places = np.arange(2 * layout.layers, dtype=np.int64).reshape(-1, 2, 1)
-            return np.where(there, of + places * step, 0).astype(np.uint64)
+    # Where records supply all, no layer is asked for.
 
-        self._planes = planes(begin, rows * layout.row_bytes)
-        self._scales = planes(begin + layout.scales_at(rows), 4 * layout.heads * rows) if layout.coded else None
-        self._last = np.where(there, begin + layout.last_at(rows), 0).astype(np.uint64)
+    @cached_property
+    def _planes(self) -> npt.NDArray[np.uint64]:
+        return self._each(self._begin, self._rows * self._layout.row_bytes)
+
+    @cached_property
+    def _scales(self) -> npt.NDArray[np.uint64] | None:
+        layout, rows = self._layout, self._rows
+        begin = self._begin + layout.scales_at(rows)
+        return self._each(begin, 4 * layout.heads * rows) if layout.coded else None
+
+    def _each(self, of: npt.NDArray[np.int64], step: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Addresses of K and V of each layer, ``[layers, 2, B]``; 0: no record."""
+        places = np.arange(2 * self._layout.layers, dtype=np.int64).reshape(-1, 2, 1)
+        return np.where(self._there, of + places * step, 0).astype(np.uint64)
 
     @classmethod
     def copied(cls, layout: RowLayout, records: Sequence[Record | None]) -> Placed:

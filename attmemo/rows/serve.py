@@ -107,9 +107,7 @@ class Rows(Stack):
         read, records = self._fetch(asked, forward.counters)
         if records is not asked:
             source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)
-        fresh, layout = source < 0, layout_of(lengths, source)
-        position = np.arange(len(source)) - np.repeat(layout.key_starts[:-1], lengths)
-        embedded = np.repeat(sequence * padded, lengths) + position
+        layout = layout_of(lengths, source)
         planned = perf_counter()
         # A record may be longer than every input: keys of its end move farther than an input is long.
         longest = max(max(spans.lengths), int(source.max()) + 1)
@@ -121,10 +119,14 @@ class Rows(Stack):
         # A first row of a record is given as it is if no row of its sequence is computed. Else it moves with those.
         apart = (opened | (np.diff(layout.starts) == 0)).all()
         wanted = self._asked(forward, layout.starts[:-1][opened], copies) if apart else None
-        found = self.compute(
-            call, torch.from_numpy(embedded[fresh]), layout, longest,
-            fetch=None if read is None else read[0].layer, keep=copies, asked=wanted, packed=forward.packed,
-        )  # fmt: skip
+        if layout.starts[-1]:
+            places = np.repeat(sequence * padded, lengths)[source < 0] + layout.positions
+            found = self.compute(
+                call, torch.from_numpy(places), layout, longest, fetch=None if read is None else read[0].layer,
+                keep=copies, asked=wanted, packed=forward.packed,
+            )  # fmt: skip
+        else:  # records supply all
+            found = torch.empty(0, call.shape[2], dtype=(forward.packed or self.packed).dtype)
         done = perf_counter()
         every_slot = batch + len(beside), padded
         if wanted is not None:
