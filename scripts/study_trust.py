@@ -22,9 +22,7 @@ import torch
 from marked import replace_measured, table
 from measured_at import measured_at
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
-from workloads import LOGS, at_once, lines_of
-from workloads import _questions as questions_of
-from workloads import _reviews as reviews_of
+from workloads import LOGS, at_once, lines_of, questions_of, reviews_of
 
 from attmemo import memoize
 from attmemo.system.machine import conditions

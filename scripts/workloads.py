@@ -71,7 +71,7 @@ def log(data: Path, name: str, lines: int = 1) -> Workload:
     return Workload("deberta-loghub", at_once(texts, 32))
 
 
-def _questions(data: Path, name: str = "train") -> list[str]:
+def questions_of(data: Path, name: str = "train") -> list[str]:
     with (data / "banking77" / f"{name}.csv").open(newline="") as file:
         found = [row["text"].replace("\n", " ") for row in csv.DictReader(file)]
     random.Random(0).shuffle(found)
@@ -82,14 +82,14 @@ def zero_shot(data: Path) -> Workload:
     """One text and a hypothesis for each of 77 classes."""
     names = json.loads((data / "banking77" / "categories.json").read_text())
     hypotheses = [f"The customer asks about {name.replace('_', ' ').lower()}." for name in names]
-    texts = _questions(data, "test")[:40]
+    texts = questions_of(data, "test")[:40]
     requests = [[(text, hypothesis) for hypothesis in hypotheses] for text in texts]
     return Workload("minilm-banking77-pair", requests, decides=True)
 
 
 def rerank(data: Path) -> Workload:
     """A query and 32 documents of a collection of 120: the same documents come again with other queries."""
-    texts, chance = _questions(data), random.Random(1)
+    texts, chance = questions_of(data), random.Random(1)
     queries, documents = texts[:80], texts[80:200]
     return Workload(
         "minilm-banking77-pair", [[(query, one) for one in chance.sample(documents, 32)] for query in queries],
@@ -100,7 +100,7 @@ def rerank(data: Path) -> Workload:
 def _phrases(data: Path, count: int) -> list[str]:
     with (data / "sst2" / "dev.tsv").open(newline="") as file:
         own = [row["sentence"].strip() for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
-    return list(itertools.islice(itertools.chain(own, _questions(data)), count))
+    return list(itertools.islice(itertools.chain(own, questions_of(data)), count))
 
 
 def behind(data: Path, front: str) -> Workload:
@@ -108,7 +108,7 @@ def behind(data: Path, front: str) -> Workload:
     return Workload("minilm-sst2", at_once([f"{front} {text}" for text in _phrases(data, 1600)], 32))
 
 
-def _reviews(data: Path) -> Iterator[list[str]]:
+def reviews_of(data: Path) -> Iterator[list[str]]:
     """Sentences of reviews."""
     with (data / "imdb" / "test_subset.jsonl").open() as file:
         for line in file:
@@ -124,7 +124,7 @@ def _side_by_side(streams: Sequence[Sequence[str]], users: int) -> list[Sequence
 
 def conversation(data: Path, turns: int = 40, count: int = 40, users: int = 1) -> Workload:
     """Conversations that are read again at every turn, up to 512 tokens; of so many users at once."""
-    questions = iter(_questions(data))
+    questions = iter(questions_of(data))
     said = [list(itertools.islice(questions, turns)) for _ in range(count)]
     read = [[" ".join(own[: turn + 1]) for turn in range(turns)] for own in said]
     return Workload("minilm-sst2", _side_by_side(read, users), 512)
@@ -133,8 +133,8 @@ def conversation(data: Path, turns: int = 40, count: int = 40, users: int = 1) -
 def edited(data: Path, versions: int = 20, count: int = 60, users: int = 1) -> Workload:
     """Documents of about 400 tokens; in every version another sentence is new. So many are edited at once."""
     read: list[list[str]] = []
-    chance, fresh = random.Random(2), iter(_questions(data))
-    long = (parts for parts in _reviews(data) if 280 <= len(" ".join(parts).split()) <= 340 and len(parts) > 8)
+    chance, fresh = random.Random(2), iter(questions_of(data))
+    long = (parts for parts in reviews_of(data) if 280 <= len(" ".join(parts).split()) <= 340 and len(parts) > 8)
     for parts in itertools.islice(long, count):
         own = list(parts)
         read.append([])
@@ -153,14 +153,14 @@ def chunks(data: Path) -> Workload:
 def free(data: Path, name: str) -> Workload:
     """Texts in which nothing repeats."""
     if name == "questions":
-        return Workload("minilm-sst2", at_once(_questions(data)[:2000], 32))
-    return Workload("minilm-sst2", at_once([" ".join(parts) for parts in itertools.islice(_reviews(data), 320)], 8))
+        return Workload("minilm-sst2", at_once(questions_of(data)[:2000], 32))
+    return Workload("minilm-sst2", at_once([" ".join(parts) for parts in itertools.islice(reviews_of(data), 320)], 8))
 
 
 def flood(data: Path, requests: int = 4000) -> Workload:
     """Lines of a log, and as many texts that never come again, with little room for records."""
     lines = itertools.cycle(lines_of(data, "OpenSSH"))
-    fresh = (f"{number} {text}" for number, text in enumerate(itertools.cycle(_questions(data))))
+    fresh = (f"{number} {text}" for number, text in enumerate(itertools.cycle(questions_of(data))))
     texts = [text for pair in zip(lines, itertools.islice(fresh, requests // 2), strict=False) for text in pair]
     return Workload("deberta-loghub", at_once(texts, 32), most="16MiB")
 
