@@ -33,6 +33,7 @@ from peers_inputs import FIRST, MODELS, PAGES, SHAPES, STREAMS, Plan, place_of, 
 
 from attmemo.cli.files import write_whole
 from attmemo.profiler.peers import stream as streams
+from attmemo.profiler.peers.paths import CACHE, PATHS
 
 FORMAT = "attmemo.peers-matrix/1"
 PATIENCE = 1800  # seconds for one command
@@ -93,14 +94,20 @@ def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args:
                 why = f"no database: {error}"
         elif plan.stored:
             why = "no database was made: --no-maps"
-        if args.paths:
-            given += ["--paths", args.paths]
+        random = model in SHAPES
+        # model2vec computes every token of the vocabulary, for minutes: of random weights that says nothing.
+        paths = args.paths or ",".join([*(name for name, route in PATHS.items() if not route.other), CACHE]) * random
+        if paths:
+            given += ["--paths", paths]
         attmemo(
             "bench", "peers", place, file, "--output", output, "--quiet", "--batch", args.batch, "--dtype", args.dtype,
             "--lines", plan.lines, "--sample", plan.sample, "--max-length", plan.max_length, *given,
         )  # fmt: skip
         found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    found["model"] |= {"name": model, "random": model in SHAPES}
+    found["model"] |= {"name": model, "random": random}
+    for name, route in PATHS.items():
+        if route.other and random and not args.paths:
+            found["paths"][name] = {"title": route.title, "left_out": "the weights are random: its table says nothing"}
     found["stream"]["name"] = stream
     found["conditions"] |= {
         "version": at["commit"], "date": at["date"],
