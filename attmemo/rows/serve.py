@@ -120,6 +120,7 @@ class Rows(Stack):
         apart = (opened | (np.diff(layout.starts) == 0)).all()
         wanted = self._asked(forward, layout.starts[:-1][opened], copies) if apart else None
         if layout.starts[-1]:
+            assert layout.positions is not None
             places = np.repeat(sequence * padded, lengths)[source < 0] + layout.positions
             found = self.compute(
                 call, torch.from_numpy(places), layout, longest, fetch=None if read is None else read[0].layer,
