@@ -94,20 +94,19 @@ def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args:
                 why = f"no database: {error}"
         elif plan.stored:
             why = "no database was made: --no-maps"
-        random = model in SHAPES
         # model2vec computes every token of the vocabulary, for minutes: of random weights that says nothing.
-        paths = args.paths or ",".join([*(name for name, route in PATHS.items() if not route.other), CACHE]) * random
-        if paths:
-            given += ["--paths", paths]
+        left = [name for name, route in PATHS.items() if route.other and model in SHAPES and not args.paths]
+        if args.paths or left:
+            given += ["--paths", args.paths or ",".join(name for name in (*PATHS, CACHE) if name not in left)]
         attmemo(
             "bench", "peers", place, file, "--output", output, "--quiet", "--batch", args.batch, "--dtype", args.dtype,
             "--lines", plan.lines, "--sample", plan.sample, "--max-length", plan.max_length, *given,
         )  # fmt: skip
         found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    found["model"] |= {"name": model, "random": random}
-    for name, route in PATHS.items():
-        if route.other and random and not args.paths:
-            found["paths"][name] = {"title": route.title, "left_out": "the weights are random: its table says nothing"}
+    found["model"] |= {"name": model, "random": model in SHAPES}
+    for name in left:
+        why_not = "the weights are random: its table says nothing"
+        found["paths"][name] = {"title": PATHS[name].title, "left_out": why_not}
     found["stream"]["name"] = stream
     found["conditions"] |= {
         "version": at["commit"], "date": at["date"],

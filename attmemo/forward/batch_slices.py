@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-
-
-def mask_in(given: Mapping[str, Any]) -> Tensor | None:
-    """The attention mask among the arguments, also inside of a dict of features."""
-    found = given.get("attention_mask")
-    return found if isinstance(found, Tensor) else _tensor_in(given, "attention_mask")
-
-
-def ids_in(given: Mapping[str, Any]) -> Tensor | None:
-    """The token ids among the arguments, also inside of a dict of features."""
-    return _tensor_in(given, "input_ids")
 
 
 def _tensor_in(given: Mapping[str, Any], name: str) -> Tensor | None:
@@ -26,6 +16,12 @@ def _tensor_in(given: Mapping[str, Any], name: str) -> Tensor | None:
         if found is None and isinstance(value, Mapping):
             found = value.get(name)
     return found if isinstance(found, Tensor) else None
+
+
+mask_in = partial(_tensor_in, name="attention_mask")
+"""Gives the attention mask among the arguments, also inside of a dict of features; None: there is none."""
+ids_in = partial(_tensor_in, name="input_ids")
+"""The same of token ids."""
 
 
 def tokens_in(mask: Tensor) -> int:

@@ -67,8 +67,8 @@ class RowLayout:
 
     def last_at(self, n: Number) -> Number:
         """Where the last hidden states begin in a record of n tokens."""
-        ends = _up(2 * self.layers * self.row_bytes * n)
-        return _up(ends + 8 * self.layers * self.heads * n) if self.coded else ends
+        begin = self.scales_at(n)
+        return _up(begin + 8 * self.layers * self.heads * n) if self.coded else begin
 
     def nbytes(self, n: int) -> int:
         """Bytes of a record of n tokens."""

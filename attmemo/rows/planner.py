@@ -161,9 +161,10 @@ class RowPlanner(Whole):
 
     def _tokens(self, given: Mapping[str, Any], spans: Spans, padded: int) -> npt.NDArray[np.int32] | Skip:
         """Ids of all valid tokens, packed; or why they cannot be looked up."""
-        if not self._relative and given.get("position_ids") is not None:
+        positions = given.get("position_ids")
+        if positions is not None and not self._relative:
             return "positions_given"
-        if not consecutive(given.get("position_ids"), spans, padded):
+        if positions is not None and not consecutive(positions, spans, padded):
             return "positions_with_gaps"
         found = packed_tokens(given.get("input_ids"), given.get("token_type_ids"), spans.lengths)
         return "no_token_ids" if found is None else found

@@ -47,7 +47,6 @@ DRIFT: Final = 1.0
 # A file that went away, a closed database: they cost time, not requests.
 _UNREADABLE = (AttmemoError, OSError, ValueError, IndexError)
 
-_NO_OFFERS: Final[dict[int, Offer]] = {}
 _SCRATCH: Final = MOST_WAITING + (8 << 20)  # bytes: what waits to be stored, is stored, and is computed
 
 _Read = tuple[Placed, npt.NDArray[np.uint64], torch.dtype]  # with what `Placed.last` gives
@@ -111,7 +110,7 @@ class Rows(Stack):
         planned = perf_counter()
         # A record may be longer than every input: keys of its end move farther than an input is long.
         longest = max(max(spans.lengths), int(source.max()) + 1)
-        offers, copies = _NO_OFFERS, Copies([])
+        offers, copies = dict[int, Offer](), Copies([])
         if share.admitted:
             computed_at = dict(zip(own.tolist(), pairwise(layout.starts.tolist()), strict=False))
             offers, copies = self._offers(share.admitted, computed_at)
