@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from services import WORDS, Live, living, tiny
+from services import WORDS, Live, living, tiny, until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -23,6 +23,8 @@ def _live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         for number in range(60):
             found.post("/embed", {"inputs": [f"{WORDS[number % 4]} {number} {word}" for word in WORDS]})
         found.post("/embed", {"inputs": 3})
+        # The page shows whole seconds: a browser that starts quickly would see none.
+        until(lambda: any(share is not None for share in found.get("/live").json["history"]["share"]))
         yield found
 
 
