@@ -131,17 +131,16 @@ def without_places(value: Any) -> Any:
     return _PLACE.sub("…/", value) if isinstance(value, str) else value
 
 
-def write(out: Path, runs: list[dict[str, Any]]) -> None:
+def write(file: Path, runs: list[dict[str, Any]]) -> None:
     """The JSON, with the pairs in the order of the page."""
     order = [(model, stream) for model in MODELS for stream in STREAMS]
     runs = sorted(runs, key=lambda run: order.index((run["model"]["name"], run["stream"]["name"])))
     text = json.dumps({"format": FORMAT, "runs": runs}, indent=1, ensure_ascii=False)
-    write_whole("OUT_DIR", out / "peers.json", f"{text}\n".encode())
+    write_whole("OUT_DIR", file, f"{text}\n".encode())
 
 
-def read(out: Path) -> list[dict[str, Any]]:
+def read(file: Path) -> list[dict[str, Any]]:
     """The pairs that were measured before."""
-    file = out / "peers.json"
     return list(json.loads(file.read_text(encoding="utf-8"))["runs"]) if file.exists() else []
 
 
@@ -175,10 +174,10 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 def run_all(args: argparse.Namespace) -> None:
     """Every pair that was asked for, one after the other."""
     if args.pages and not args.join:  # a page shows one commit
-        write(args.out, [run for run in read(args.out) if run.get("conditions", {}).get("version") == commit()])
+        write(args.file, [run for run in read(args.file) if run.get("conditions", {}).get("version") == commit()])
     with TemporaryDirectory() as work:
         for model, stream in pairs_of(args):
-            runs, pair = read(args.out), (model, stream, args.dtype)
+            runs, pair = read(args.file), (model, stream, args.dtype)
             known = [run for run in runs if name_of(run) == pair and "failed" not in run]
             if known if args.resume or (args.pages and not args.join) else args.join and not known:
                 continue
@@ -196,7 +195,7 @@ def run_all(args: argparse.Namespace) -> None:
                     "model": {"name": model, "dtype": args.dtype}, "stream": {"name": stream}, "failed": str(error)
                 }  # fmt: skip
             found["seconds"] = found.get("seconds", 0.0) * bool(args.join) + time.monotonic() - start
-            write(args.out, [run for run in runs if name_of(run) != pair] + [without_places(found)])
+            write(args.file, [run for run in runs if name_of(run) != pair] + [without_places(found)])
             print(f"{model} x {stream}, {found['seconds']:.0f} s: {said}", flush=True)
 
 
@@ -204,6 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    parser.add_argument("--name", default="peers", help="of the JSON, the page and the picture (default: peers)")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--streams", nargs="+", choices=STREAMS, default=STREAMS)
     parser.add_argument("--sample", type=int, metavar="N", help="texts that every path answers, of every pair")
@@ -228,11 +228,12 @@ def main() -> None:
     args.paths = args.join or args.paths
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args.out.mkdir(parents=True, exist_ok=True)
+    args.file = args.out / f"{args.name}.json"
     if not args.page:
         run_all(args)
-    found = json.loads((args.out / "peers.json").read_text(encoding="utf-8"))
-    replace_measured(args.out / "peers.md", peers_page.text(found))
-    (args.out / "peers.png").write_bytes(peers_page.draw(found))
+    found, picture = json.loads(args.file.read_text(encoding="utf-8")), args.file.with_suffix(".png")
+    replace_measured(args.file.with_suffix(".md"), peers_page.text(found, picture.name))
+    picture.write_bytes(peers_page.draw(found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/peers.md, and docs/peers.png, made from docs/peers.json alone."""
+"""The tables of docs/peers.md, and docs/peers.png, made from docs/peers.json alone; so of docs/peers-avx512.json."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ RANDOM = (
 )
 
 
-def text(found: Mapping[str, Any]) -> str:
-    """What lies between the marks of the page. `found` is what docs/peers.json holds."""
+def text(found: Mapping[str, Any], picture: str = "peers.png") -> str:
+    """What lies between the marks of the page. `found` is what docs/peers.json holds; `picture` lies beside it."""
     runs = [run for run in found["runs"] if "failed" not in run]
-    parts = [_who_wins(runs), "![Speed of each method on each stream](peers.png)\n"]
+    parts = [_who_wins(runs), f"![Speed of each method on each stream]({picture})\n"]
     if runs:
         parts.append(RULES.format(budget=100 * runs[0]["budget"], cosine=runs[0]["min_cosine"], sure=100 * SURE))
     for title, group in _groups(runs).items():

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -182,10 +183,12 @@ def _stock(order: Order) -> Ready:
     return Ready(way_of(order.load()))
 
 
-def _compiled(order: Order) -> Ready:
+def _compiled(backend: str, order: Order) -> Ready:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(order.folder / "inductor")  # nothing is there: all of it is timed
+    if backend == "zentorch":
+        import_module(backend)  # registers itself
     loaded = order.load()
-    model: Any = torch.compile(loaded.model, dynamic=True)
+    model: Any = torch.compile(loaded.model, backend=backend, dynamic=True)
     way = way_of(loaded, model)
     with torch.inference_mode():
         for size in order.batch:
@@ -276,7 +279,8 @@ _RUNTIME: Final = ("onnxruntime", "onnx", "onnxscript")
 _LLAMA: Final = ("llama_cpp", "gguf")
 PATHS: Final[dict[str, Route]] = {
     STOCK: Route("original model", _stock, exact=BOTH),
-    "compile": Route("torch.compile", _compiled, exact=BOTH),
+    "compile": Route("torch.compile", partial(_compiled, "inductor"), exact=BOTH),
+    "zentorch": Route("zentorch", partial(_compiled, "zentorch"), None, ("zentorch",), BOTH),
     "openvino-f32": Route("OpenVINO f32", partial(_openvino, "f32", _XML), _XML, ("openvino",), BOTH),
     "openvino-bf16": Route("OpenVINO bf16", partial(_openvino, "bf16", _XML), _XML, ("openvino",), ("bfloat16",)),
     "openvino-int8": Route("OpenVINO int8", partial(_openvino, "", _XML_INT8), _XML_INT8, ("openvino", "nncf")),

@@ -30,6 +30,8 @@ from attmemo.profiler.peers.table import _own_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, SCRIPTS = ROOT / "docs", str(ROOT / "scripts")
+NAMES = ("peers",)
+"""Results by kind of processor."""
 SIZES = (1, 4)
 
 
@@ -285,8 +287,9 @@ class TestPage:
             worst, best = "| OpenSSH, 8 | **OpenVINO int8 2.50** |", "| HDFS, 8 | OpenVINO int8 2.00 |"
             assert -1 < text.find(worst) < text.find(best)
 
-    def test_no_table_has_more_than_six_columns(self, page: ModuleType) -> None:
-        found = json.loads((DOCS / "peers.json").read_text(encoding="utf-8"))
+    @pytest.mark.parametrize("name", NAMES)
+    def test_no_table_has_more_than_six_columns(self, page: ModuleType, name: str) -> None:
+        found = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
         for line in page.text(found).splitlines():
             assert line.count("|") <= 7 or not line.startswith("|"), line
 
@@ -336,16 +339,14 @@ class TestPage:
                 assert f"| {cell['speed']:.2f}, late {cell['late_speed']:.2f} |" in text
         assert page.draw(matrix(run)).startswith(b"\x89PNG")
 
-    def test_the_page_of_the_documents_is_that_of_its_json(self, page: ModuleType) -> None:
-        """So every number of docs/peers.md was measured. Without the JSON there is no page."""
-        if not (DOCS / "peers.json").exists():
-            assert not (DOCS / "peers.md").exists()
-            assert not (DOCS / "peers.png").exists()
-            pytest.skip("docs/peers.json not measured yet")
-        found = json.loads((DOCS / "peers.json").read_text(encoding="utf-8"))
+    @pytest.mark.parametrize("name", NAMES)
+    def test_the_page_of_the_documents_is_that_of_its_json(self, page: ModuleType, name: str) -> None:
+        """So every number of the page was measured."""
+        found = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
         marked = importlib.import_module("marked")
-        assert marked.marked((DOCS / "peers.md").read_text(encoding="utf-8")) == page.text(found).strip()
-        assert (DOCS / "peers.png").exists()
+        shown = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+        assert marked.marked(shown) == page.text(found, f"{name}.png").strip()
+        assert (DOCS / f"{name}.png").exists()
         for run in found["runs"]:
             assert "failed" in run or {"conditions", "cells", "paths"} <= run.keys()
 
@@ -369,19 +370,19 @@ class TestScript:
 
         monkeypatch.setattr(script, "measure", measure)
         self.arguments(script, tmp_path / "out", monkeypatch)
-        failed, done = script.read(tmp_path / "out")
+        failed, done = script.read(tmp_path / "out" / "peers.json")
         assert failed["failed"] == "…/x cannot be read"
         assert done["cells"]
         self.arguments(script, tmp_path / "out", monkeypatch, "--resume")
         assert asked == ["minilm", "minilm-sst2", "minilm"]
-        assert len(script.read(tmp_path / "out")) == 2
+        assert len(script.read(tmp_path / "out" / "peers.json")) == 2
         assert "the whole pair: …/x cannot be read" in (tmp_path / "out" / "peers.md").read_text(encoding="utf-8")
 
     def test_the_page_is_made_without_measuring(
         self, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(script, "run_all", lambda args: pytest.fail("measured"))
-        script.write(tmp_path, [made_up(2.0, 2.5)])
+        script.write(tmp_path / "peers.json", [made_up(2.0, 2.5)])
         self.arguments(script, tmp_path, monkeypatch, "--page")
         assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
@@ -402,13 +403,13 @@ class TestScript:
         monkeypatch.setattr(script, "commit", lambda: "new")
         old = measure(tmp_path, tmp_path, "minilm", "HDFS")
         old["conditions"]["version"] = "old"
-        script.write(tmp_path, [old])
+        script.write(tmp_path / "peers.json", [old])
         asked.clear()
         self.arguments(script, tmp_path, monkeypatch, "--pages")
         assert asked == [("minilm", stream) for stream in script.PAGES["minilm"]] + [
             ("minilm-sst2", stream) for stream in script.PAGES["minilm-sst2"]
         ]
-        assert {run["conditions"]["version"] for run in script.read(tmp_path)} == {"new"}
+        assert {run["conditions"]["version"] for run in script.read(tmp_path / "peers.json")} == {"new"}
         asked.clear()
         self.arguments(script, tmp_path, monkeypatch, "--pages")
         assert not asked, "they are there"
