@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -37,6 +38,10 @@ for _device in (torch.cuda, torch.mtia, torch.xpu):
 # GNU readline, which pytest loads, sets both for child processes: tables would be narrower there.
 for _size in ("COLUMNS", "LINES"):
     os.environ.pop(_size, None)
+
+# No test measures time: an example of a property may take as long as a slow or busy machine needs for it.
+settings.register_profile("attmemo", deadline=None)
+settings.load_profile("attmemo")
 
 # A forked child that takes too long dies of its own alarm, not of the time limit of tests.
 os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL))
