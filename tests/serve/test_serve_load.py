@@ -153,7 +153,7 @@ def test_a_model_that_always_fails_is_unhealthy_until_it_answers(live: Live, mon
 
 
 def test_a_slow_client_is_told_to_hurry_and_holds_no_other_up(model: str) -> None:
-    with living(model, client_seconds=0.3) as live, connect(live) as slow:
+    with living(model, client_seconds=1.0) as live, connect(live) as slow:
         slow.sendall(POST + TYPE + b'content-length: 1000\r\n\r\n{"inputs":')
         assert live.post("/embed", {"inputs": "alpha"}).status == 200
         assert told(slow)[0] == 408
