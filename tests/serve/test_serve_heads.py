@@ -155,7 +155,8 @@ def test_the_oldest_connection_without_a_head_gives_way(live: Live, monkeypatch:
         assert told(held[2])[0] == 200
 
 
-def test_where_no_connection_gives_way_the_new_one_is_told(live: Live) -> None:
+def test_where_no_connection_gives_way_the_new_one_is_told(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "YOUNG", 3600.0)
     live.server.server_state._most = 1
     with connect(live) as first:
         until(lambda: live.server.server_state.heads == 1)
