@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from attmemo.serve.threads import CHARACTERS, PIECE, REST, TextThreads, cut
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 LIMIT = 16
+CORE = {min(os.sched_getaffinity(0))}
+"""One that this process may use."""
 
 
 @pytest.fixture(name="live")
@@ -143,7 +146,7 @@ def test_pieces_are_small_and_whole(texts: list[str], many: int) -> None:
 
 def test_large_requests_take_turns() -> None:
     """The second one is done though most of the first one still waits."""
-    threads, order = TextThreads(1, {0}, shared=True), list[str]()
+    threads, order = TextThreads(1, CORE, shared=True), list[str]()
     first_came, second_came = threading.Event(), threading.Event()
 
     def work(piece: Sequence[str]) -> list[str]:
@@ -177,7 +180,7 @@ def test_large_requests_rest_where_the_model_works_on_the_same_cores(
 ) -> None:
     """By a clock of the test: a piece takes 2 seconds of it."""
     now, rests = [100.0], list[float]()
-    threads = TextThreads(1, {0}, shared=shared)
+    threads = TextThreads(1, CORE, shared=shared)
 
     def work(piece: Sequence[str]) -> list[str]:
         now[0] += 2.0
@@ -196,7 +199,7 @@ def test_large_requests_rest_where_the_model_works_on_the_same_cores(
 
 
 def test_of_a_request_that_is_refused_nothing_more_is_done() -> None:
-    threads, done = TextThreads(1, {0}, shared=True), list[str]()
+    threads, done = TextThreads(1, CORE, shared=True), list[str]()
 
     def work(piece: Sequence[str]) -> list[str]:
         done.append(piece[0])
