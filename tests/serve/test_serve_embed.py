@@ -177,6 +177,7 @@ def test_answers_from_records_have_one_number_on_the_page_in_metrics_and_in_stat
 
 
 def test_state_is_open_and_well(live: Live) -> None:
+    live.post("/embed", {"inputs": TEXTS[0]})
     for path in ("/health", "/ping", "/", "/metrics", "/live"):
         assert live.get(path).status == 200
     metrics = live.get("/metrics").body.decode()
