@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -121,14 +122,15 @@ def test_copies_that_went_on_apart_do_not_share_a_replica(
         check_replica(one, path)
 
 
-def _ensure(source: Path, cache: Path, log: Path, slow: float) -> None:
-    """In a process of its own: one line for each file that was copied."""
-    get = replica._Source.get
+def _ensure(source: Path, cache: Path, log: Path, before: Callable[[int], object]) -> None:
+    """In a process of its own: one line for each file, then `before` is called with its number, then it is copied."""
+    get, seen = replica._Source.get, list[str]()
 
     def told(self: Any, name: str, target: Path) -> None:
+        seen.append(name)
         with log.open("a") as stream:
             stream.write(f"{os.getpid()} {name}\n")
-        time.sleep(slow)
+        before(len(seen))
         get(self, name, target)
 
     replica._Source.get = told  # type: ignore[method-assign]
@@ -137,7 +139,7 @@ def _ensure(source: Path, cache: Path, log: Path, slow: float) -> None:
 
 def test_of_processes_that_ask_at_once_one_copies(source: Path, tmp_path: Path) -> None:
     context, log = multiprocessing.get_context("fork"), tmp_path / "log"
-    asked = (source, tmp_path / "cache", log, 0.001)
+    asked = (source, tmp_path / "cache", log, lambda _: time.sleep(0.001))
     processes = [context.Process(target=_ensure, args=asked) for _ in range(4)]
     for process in processes:
         process.start()
@@ -152,7 +154,13 @@ def test_of_processes_that_ask_at_once_one_copies(source: Path, tmp_path: Path) 
 
 def test_a_copy_that_is_killed_is_never_taken_for_whole(source: Path, tmp_path: Path) -> None:
     cache, log = tmp_path / "cache", tmp_path / "log"
-    process = multiprocessing.get_context("fork").Process(target=_ensure, args=(source, cache, log, 0.02))
+
+    def stop_at_the_second(number: int) -> None:
+        while number == 2:  # until it is killed
+            signal.pause()
+
+    asked = (source, cache, log, stop_at_the_second)
+    process = multiprocessing.get_context("fork").Process(target=_ensure, args=asked, daemon=True)
     process.start()
     while not log.exists() or len(log.read_text().splitlines()) < 2:
         assert process.is_alive()
