@@ -136,7 +136,7 @@ def test_a_thread_that_waits_is_woken() -> None:
     thread = threading.Thread(target=lambda: found.append(queue.take()))
     thread.start()
     queue.put([waiting(Request(1, each=False, reuse=True), 0, 5)])
-    thread.join(10)
+    thread.join(60)
     assert len(found) == 1
 
 

@@ -136,7 +136,7 @@ class Pairs(hf.BertForSequenceClassification):  # type: ignore[misc]
         return hf.modeling_outputs.SequenceClassifierOutput(logits=self.classifier(pooled))
 
 
-def until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether something holds within some time."""
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:
