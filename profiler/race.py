@@ -17,7 +17,8 @@ from torch import Tensor
 
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.peers.paths import Ask, Order, absent_packages
-from attmemo.profiler.peers.process import PathError, Processes
+from attmemo.profiler.peers.process import Processes
+from attmemo.profiler.process import ProcessError
 from attmemo.profiler.turns import alternate
 
 STOCK: Final = "stock"
@@ -122,7 +123,7 @@ def other_runtimes(loaded: LoadedModel, texts: Sequence[Tokens]) -> Iterator[tup
                 if not absent_packages(path):
                     try:
                         found[name] = processes.open(path)[0].ask
-                    except PathError as error:
+                    except ProcessError as error:
                         notes.append(f"{name} takes no part: {error}")
             yield found, notes
 
@@ -202,7 +203,7 @@ class Race:
             for name in names:
                 try:
                     seconds[name], given[name] = self._ways[name](texts)
-                except PathError as error:
+                except ProcessError as error:
                     self.failed[name] = str(error)
                     del self._ways[name]
         return seconds, given

@@ -21,8 +21,9 @@ from attmemo.errors import AttmemoError
 from attmemo.profiler.answers import changed, cosine
 from attmemo.profiler.models import Tokens
 from attmemo.profiler.peers.paths import CACHE, MIN_COSINE, PATHS, STOCK, Ask, Cache
-from attmemo.profiler.peers.process import PathError, PathProcess, Processes
+from attmemo.profiler.peers.process import PathProcess, Processes
 from attmemo.profiler.peers.stream import Stream, Turn
+from attmemo.profiler.process import ProcessError
 from attmemo.profiler.turns import Progress, alternate, told
 from attmemo.system.machine import CPUINFO, conditions
 
@@ -136,13 +137,13 @@ class Table:
         conditions["set_up"] = found
         try:
             if STOCK not in self._open:
-                raise PathError(self.paths[STOCK]["left_out"])
+                raise ProcessError(self.paths[STOCK]["left_out"])
             self._exact = self._reference()
             for size in self._order.batch:
                 conditions["runs"].append({"batch": size})
                 with _watched(conditions["runs"][-1]):
                     self._measure(size)
-        except PathError as error:
+        except ProcessError as error:
             what = f"the original model {self._order.model} failed: {error}"
             raise AttmemoError(what, f"check the model: attmemo families {self._order.model}") from error
         return {"conditions": conditions, "paths": self.paths, "cells": self.cells}
@@ -154,7 +155,7 @@ class Table:
         try:
             self._open[name], seconds = self._processes.open(name)
             found |= seconds
-        except PathError as error:
+        except ProcessError as error:
             found["left_out"] = str(error)
 
     def _reference(self) -> Tensor:
@@ -180,7 +181,7 @@ class Table:
             asks[CACHE] = Cache(self._open[best].ask)
         tallies, failed = self._pass(size, asks)
         if STOCK in failed:
-            raise PathError(failed[STOCK])
+            raise ProcessError(failed[STOCK])
         found = self._described(asks.get(CACHE), best, failed)
         places = [*PATHS, CACHE]
         for (name, by_length), tally in sorted(tallies.items(), key=lambda item: places.index(item[0][0])):
@@ -201,7 +202,7 @@ class Table:
         for name, process in self._open.items():
             try:
                 found[name] = {"memory": process.memory(), "counts": counts(process.stats())}
-            except PathError as error:
+            except ProcessError as error:
                 failed.setdefault(name, str(error))
         if cache is not None and behind is not None:
             if behind in found:
@@ -221,7 +222,7 @@ class Table:
             batches = [(first[at : at + size] * size)[:size] for at in (starts[0], *starts)]
             try:
                 seconds = [process.ask(batch)[0] for batch in batches]
-            except PathError:
+            except ProcessError:
                 continue  # it fails again in its turn, and is written down there
             if self._order.dtype in PATHS[name].exact:
                 spent[name] = sum(seconds[1:])
@@ -241,7 +242,7 @@ class Table:
                 if name not in failed:
                     try:
                         tallies[name, by_length].add(turn, texts, *asks[name](texts))
-                    except PathError as error:
+                    except ProcessError as error:
                         failed[name] = str(error)
             cache = asks.get(CACHE)
             if isinstance(cache, Cache) and not turn.whole:
