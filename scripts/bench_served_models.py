@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import bench_prefix
+import numpy as np
 import torch
 from marked import replace_measured, table
 from measured_at import measured_at
@@ -48,7 +47,7 @@ from served_models import (
 from torch import Tensor
 
 from attmemo.profiler.models import Tokens
-from attmemo.profiler.peers.process import reason
+from attmemo.profiler.process import Process, ProcessDied, ProcessError, apart
 from attmemo.profiler.turns import alternate
 from attmemo.system.machine import conditions
 from attmemo.wording import counted
@@ -57,137 +56,96 @@ Key = tuple[str, bool]
 EXTRAS = "prefix", "budget", "products"
 
 
-def serve(pipe: Connection, route: str, name: str, folder: Path, threads: int) -> None:
+class TimedWay:
     """A way in its process: takes texts, and whether they may be sorted; gives seconds and answers."""
-    torch.set_num_threads(threads)
-    try:
-        with torch.inference_mode():
-            way = ROUTES[route].ready(name, folder)
-            ways = {False: way, True: by_length(way)}
-            pipe.send(None)
-            while (order := pipe.recv()) is not None:
-                texts, ordered = order
-                start = time.process_time()
-                given = ways[ordered](texts)
-                pipe.send((time.process_time() - start, given.numpy()))
-    except Exception as error:  # whatever another library raises
-        pipe.send(reason(error))
+
+    @torch.inference_mode()
+    def __init__(self, route: str, name: str, folder: Path, threads: int) -> None:
+        torch.set_num_threads(threads)
+        way = ROUTES[route].ready(name, folder)
+        self._ways = {False: way, True: by_length(way)}
+
+    @torch.inference_mode()
+    def ask(self, texts: Texts, ordered: bool) -> tuple[float, np.ndarray]:
+        start = time.process_time()
+        given = self._ways[ordered](texts)
+        return time.process_time() - start, given.numpy()
 
 
-def make(pipe: Connection, name: str, file: str | None, folder: Path) -> None:
-    """Write weights, or one converted file, in a process of its own."""
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            write(name, folder) if file is None else convert(name, file, folder)
-        pipe.send(None)
-    except Exception as error:
-        pipe.send(reason(error))
+class WayProcess(Process):
+    """The process of a way: with one thread; with two where it dies with one, as OpenVINO does in bfloat16 on AMX."""
 
-
-def tag(pipe: Connection, options: dict[str, Any], folder: Path) -> None:
-    """The tagger in its process: takes texts; gives seconds, with what was done since the last ones, and spans."""
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        way, handle = spans(folder, **options)
-        way([Tokens(0, list(range(1000, 1020)), None)])
-        handle.reset_stats()
-        pipe.send(None)
-        before = time.process_time()
-        while (texts := pipe.recv()) is not None:
-            given = way(texts)
-            now = time.process_time()
-            pipe.send((now - before, given))
-            before = now
-    stats = handle.stats()
-    guard = stats["guard"] or {}
-    pipe.send({"share_computed": stats["share_computed"], **{name: guard.get(name) for name in (
-        "reused", "repeated", "state", "says")}})  # fmt: skip
-
-
-def multiply(pipe: Connection, name: str, folder: Path, tokens: int) -> None:
-    """Send the seconds of bare products."""
-    torch.set_num_threads(1)
-    pipe.send(None)
-    with torch.inference_mode():
-        pipe.send(linear_layers(name, folder, tokens))
-
-
-class Failed(Exception):
-    """A way cannot take part; the message says why."""
-
-
-class Died(Failed):
-    """Its process did."""
-
-
-class Process:
-    """A function in a process of its own, which gets one end of a pipe."""
-
-    note = ""  # behind its title
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=function, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.hear()
-
-    def hear(self) -> Any:
-        """What it says. Failed: it cannot go on."""
+    def __init__(self, route: str, name: str, folder: Path) -> None:
+        self.note = ""  # behind its title
         try:
-            said = self._pipe.recv()
-        except EOFError:
-            raise Died("its process died") from None
-        if isinstance(said, str):
-            raise Failed(said)
-        return said
-
-    def say(self, said: Any) -> Any:
-        """Send something, and hear what it says to that."""
-        self._pipe.send(said)
-        return self.hear()
+            super().__init__(TimedWay, route, name, folder, 1)
+        except ProcessDied:
+            super().__init__(TimedWay, route, name, folder, 2)
+            self.note = ", two threads"
 
     def ask(self, texts: Texts, ordered: bool) -> tuple[float, Tensor]:
         """Seconds, and answers."""
-        seconds, given = self.say((texts, ordered))
+        seconds, given = self.call(TimedWay.ask, texts, ordered)
         return seconds, torch.from_numpy(given)
 
-    def end(self) -> None:
-        """End it."""
-        with suppress(OSError):  # it may have ended by itself
-            self._pipe.send(None)
-        self._process.join()
+
+class Tagger:
+    """The tagger in its process: takes texts; gives seconds, with what was done since the last ones, and spans."""
+
+    @torch.inference_mode()
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self._way, self._handle = spans(folder, **options)
+        self._way([Tokens(0, list(range(1000, 1020)), None)])
+        self._handle.reset_stats()
+        self._before = time.process_time()
+
+    @torch.inference_mode()
+    def ask(self, texts: Texts) -> tuple[float, list[int]]:
+        given, before = self._way(texts), self._before
+        self._before = time.process_time()
+        return self._before - before, given
+
+    def counts(self) -> dict[str, Any]:
+        stats = self._handle.stats()
+        guard = stats["guard"] or {}
+        return {"share_computed": stats["share_computed"], **{name: guard.get(name) for name in (
+            "reused", "repeated", "state", "says")}}  # fmt: skip
 
 
-def ready(route: str, name: str, folder: Path) -> Process:
-    """The process of a way: with one thread; with two where it dies with one, as OpenVINO does in bfloat16 on AMX."""
-    try:
-        return Process(serve, route, name, folder, 1)
-    except Died:
-        found = Process(serve, route, name, folder, 2)
-        found.note = ", two threads"
-        return found
+@torch.inference_mode()
+def make(name: str, file: str | None, folder: Path) -> None:
+    """Write weights, or one converted file, with one thread."""
+    torch.set_num_threads(1)
+    write(name, folder) if file is None else convert(name, file, folder)
 
 
-def opened(name: str, routes: Sequence[str], folder: Path) -> tuple[dict[str, Process], dict[str, str]]:
-    """Processes of ways that are ready, and why others are left out."""
-    found: dict[str, Process] = {}
+@torch.inference_mode()
+def multiply(name: str, folder: Path, tokens: int) -> float:
+    """Seconds of bare products, with one thread."""
+    torch.set_num_threads(1)
+    return linear_layers(name, folder, tokens)
+
+
+def opened(
+    name: str, routes: Sequence[str], folder: Path, stack: ExitStack
+) -> tuple[dict[str, WayProcess], dict[str, str]]:
+    """Processes of ways that are ready, which end with `stack`, and why others are left out."""
+    found: dict[str, WayProcess] = {}
     left_out: dict[str, str] = {}
     for route in routes:
         try:
             for file in ROUTES[route].files:
                 if not (folder / file).exists():
-                    Process(make, name, file, folder).end()
-            found[route] = ready(route, name, folder)
-        except Failed as error:
+                    apart(make, name, file, folder)
+            found[route] = stack.enter_context(WayProcess(route, name, folder))
+        except ProcessError as error:
             left_out[ROUTES[route].title] = str(error)
             print(name, route, error, flush=True)
     return found, left_out
 
 
-def measure(name: str, requests: Sequence[Texts], running: dict[str, Process], rounds: int) -> dict[str, Any]:
+def measure(name: str, requests: Sequence[Texts], running: dict[str, WayProcess], rounds: int) -> dict[str, Any]:
     """All ways of one case, in turns."""
     lengths = {len(text) for texts in requests for text in texts}
     keys: list[Key] = [(route, ROUTES[route].padded and len(lengths) > 1) for route in running]
@@ -231,18 +189,17 @@ def weights_of(name: str, shared: Path, work: Path) -> Path:
             (folder / file.name).unlink(missing_ok=True)
             (folder / file.name).symlink_to(file.resolve())
     elif not (folder / "weights.pt").exists():
-        Process(make, name, None, folder).end()
+        apart(make, name, None, folder)
     return folder
 
 
 def measure_shape(name: str, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """All cases of a model, and the ways that are left out."""
     begun, folder = measured_at(), weights_of(name, args.shared, work)
-    running, left_out = opened(name, args.ways.split(","), folder)
-    cases = {case: measure(name, requests, running, args.rounds)
-             for case, requests in cases_of(name, args.shared).items()}  # fmt: skip
-    for process in running.values():
-        process.end()
+    with ExitStack() as stack:
+        running, left_out = opened(name, args.ways.split(","), folder, stack)
+        cases = {case: measure(name, requests, running, args.rounds)
+                 for case, requests in cases_of(name, args.shared).items()}  # fmt: skip
     return {"cases": cases, "left_out": left_out} | begun
 
 
@@ -251,9 +208,7 @@ def measure_products(shapes: dict[str, Any], shared: Path, work: Path) -> None:
     for name, one in shapes.items():
         folder = weights_of(name, shared, work)
         for case in one["cases"].values():
-            process = Process(multiply, name, folder, case["tokens"])
-            case["products"] = process.hear()
-            process.end()
+            case["products"] = apart(multiply, name, folder, case["tokens"])
 
 
 def budgeted(shared: Path, folder: Path, count: int = 4000) -> dict[str, Any]:
@@ -263,16 +218,16 @@ def budgeted(shared: Path, folder: Path, count: int = 4000) -> dict[str, Any]:
     """
     begun, own = measured_at(), forms(shared, count)
     requests = [own[at : at + TEXTS] for at in range(0, len(own), TEXTS)]
-    ways = [Process(tag, options, folder) for options in ({}, {"budget": 0.01, "linear": "exact"})]
     seconds: list[list[float]] = [[], []]
     spans_of: list[list[int]] = [[], []]
-    for first in range(0, len(requests), 5):
-        for number, way in enumerate(ways):
-            for texts in requests[first : first + 5]:
-                taken, given = way.say(texts)
-                seconds[number].append(taken)
-                spans_of[number] += given
-    found = [way.say(None) for way in ways][1]
+    with Process(Tagger, folder, {}) as exact, Process(Tagger, folder, {"budget": 0.01, "linear": "exact"}) as guarded:
+        for first in range(0, len(requests), 5):
+            for number, way in enumerate((exact, guarded)):
+                for texts in requests[first : first + 5]:
+                    taken, given = way.call(Tagger.ask, texts)
+                    seconds[number].append(taken)
+                    spans_of[number] += given
+        found = guarded.call(Tagger.counts)
     half = len(requests) // 2
     parts = {"first half": slice(half), "second half": slice(half, None)}
     return found | begun | {
