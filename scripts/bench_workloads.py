@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import signal
 import statistics
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -29,6 +28,7 @@ from marked import replace_measured
 from measured_at import measured_at
 from workloads import WORKLOADS, Workload, sign
 
+from attmemo.profiler.process import Process
 from attmemo.wording import counted
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -49,47 +49,56 @@ TOP = 10
 HALVES = ("first half", "second half")
 
 
-def serve(pipe: Connection, way: str, stream: str, shared: Path, threads: int) -> None:
+class Answerer:
     """One way, in its own process: answers the numbers of requests with seconds and answers."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-    from attmemo import memoize
-    from attmemo.guard import idle
-    from attmemo.guard.answers import Answers
+    def __init__(self, way: str, stream: str, shared: Path, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-    if HALF not in way:
-        vars(idle)["QUIET"] = 1e9
-    torch.set_num_threads(threads)
-    workload = WORKLOADS[stream](shared / "data")
-    folder = shared / "models" / workload.model
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    kind = AutoModelForTokenClassification if workload.tags else AutoModelForSequenceClassification
-    model = kind.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    reader = Answers(sign if workload.decides else "auto", 1.0)
-    reader.meet(model, tokenizer)
-    options = dict(WAYS[way])
-    if options.get("budget") and workload.decides:
-        options["answer"] = sign
-    if options.get("budget") and workload.most:
-        options["max_bytes"] = workload.most
-    memoize(model, **options)
-    inputs = [_tokens(tokenizer, request, workload) for request in workload.requests]
-    pipe.send([int(one["attention_mask"].sum()) for one in inputs])
-    with torch.no_grad():
-        while (number := pipe.recv()) is not None:
-            start = perf_counter()
-            output = model(**inputs[number])
-            seconds = perf_counter() - start
-            answers = reader.read(output, reader.mask_in(inputs[number])).values.tolist()
-            pipe.send((seconds, answers, output.logits[:, 0].float().tolist() if workload.decides else []))
-    stats = model.attmemo.stats()
-    guard = stats["guard"] or {}
-    pipe.send({
-        "share_computed": stats["share_computed"], "reused": guard.get("reused", 0),
-        "repeated": guard.get("repeated", 0), "state": guard.get("state"), "says": guard.get("says"),
-        "linear": stats["linear"], "record_bytes": stats["record_bytes"], "pays": stats["pays"],
-    })  # fmt: skip
+        from attmemo import memoize
+        from attmemo.guard import idle
+        from attmemo.guard.answers import Answers
+
+        if HALF not in way:
+            vars(idle)["QUIET"] = 1e9
+        torch.set_num_threads(threads)
+        workload = WORKLOADS[stream](shared / "data")
+        folder = shared / "models" / workload.model
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        kind = AutoModelForTokenClassification if workload.tags else AutoModelForSequenceClassification
+        self._model = kind.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self._reader = Answers(sign if workload.decides else "auto", 1.0)
+        self._reader.meet(self._model, tokenizer)
+        options = dict(WAYS[way])
+        if options.get("budget") and workload.decides:
+            options["answer"] = sign
+        if options.get("budget") and workload.most:
+            options["max_bytes"] = workload.most
+        memoize(self._model, **options)
+        self._inputs = [_tokens(tokenizer, request, workload) for request in workload.requests]
+        self._decides = workload.decides
+        torch.set_grad_enabled(False)
+
+    def tokens(self) -> list[int]:
+        return [int(one["attention_mask"].sum()) for one in self._inputs]
+
+    def ask(self, number: int) -> tuple[float, list[int], list[float]]:
+        inputs = self._inputs[number]
+        start = perf_counter()
+        output = self._model(**inputs)
+        seconds = perf_counter() - start
+        answers = self._reader.read(output, self._reader.mask_in(inputs)).values.tolist()
+        return seconds, answers, output.logits[:, 0].float().tolist() if self._decides else []
+
+    def counts(self) -> dict[str, Any]:
+        stats = self._model.attmemo.stats()
+        guard = stats["guard"] or {}
+        return {
+            "share_computed": stats["share_computed"], "reused": guard.get("reused", 0),
+            "repeated": guard.get("repeated", 0), "state": guard.get("state"), "says": guard.get("says"),
+            "linear": stats["linear"], "record_bytes": stats["record_bytes"], "pays": stats["pays"],
+        }  # fmt: skip
 
 
 def _tokens(tokenizer: Any, request: Any, workload: Workload) -> Any:
@@ -100,24 +109,19 @@ def _tokens(tokenizer: Any, request: Any, workload: Workload) -> Any:
     )  # fmt: skip
 
 
-class Way:
+class Way(Process):
     """A process that runs only while it is asked."""
 
     def __init__(self, name: str, stream: str, shared: Path, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        super().__init__(Answerer, name, stream, shared, threads)
         self._pauses = HALF in name
-        self._process = context.Process(target=serve, args=(theirs, name, stream, shared, threads), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.tokens: list[int] = self._pipe.recv()
+        self.tokens = self.call(Answerer.tokens)
         self.seconds: list[float] = []
         self.answers: list[list[int]] = []
         self.scores: list[list[float]] = []
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:
-        assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
     def ask(self, numbers: range, pause: float) -> None:
@@ -129,29 +133,27 @@ class Way:
         self._signal(signal.SIGCONT)
         for number in numbers:
             sleep(pause if self._pauses else 0.0)
-            self._pipe.send(number)
-            seconds, answers, scores = self._pipe.recv()
+            seconds, answers, scores = self.call(Answerer.ask, number)
             self.seconds.append(seconds)
             self.answers.append(answers)
             self.scores.append(scores)
         self._signal(signal.SIGSTOP)
 
-    def end(self) -> dict[str, Any]:
-        """What it counted."""
+    def counts(self) -> dict[str, Any]:
+        """What it counted. From here on it runs."""
         self._signal(signal.SIGCONT)
-        self._pipe.send(None)
-        found: dict[str, Any] = self._pipe.recv()
-        self._process.join()
-        return found
+        return self.call(Answerer.counts)
 
 
 def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[str, Any]:
     """All ways of one stream."""
-    running = {name: Way(name, stream, shared, threads) for name in ways}
-    count = len(running["exact"].tokens)
-    for half in (False, True):
-        own = {name: way for name, way in running.items() if (HALF in name) is half}
-        _in_turns(own, "exact" + HALF * half, HALF_TURN if half else TURN, count)
+    with ExitStack() as stack:
+        running = {name: stack.enter_context(Way(name, stream, shared, threads)) for name in ways}
+        count = len(running["exact"].tokens)
+        for half in (False, True):
+            own = {name: way for name, way in running.items() if (HALF in name) is half}
+            _in_turns(own, "exact" + HALF * half, HALF_TURN if half else TURN, count)
+        counts = {name: way.counts() for name, way in running.items()}
     exact = running["exact"]
     parts = dict(zip(HALVES, (slice(0, count // 2), slice(count // 2, count)), strict=True))
     found: dict[str, Any] = {"requests": count, "tokens": sum(exact.tokens)}
@@ -159,7 +161,7 @@ def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[st
         pairs = [pair for own, other in zip(way.answers, exact.answers, strict=True)
                  for pair in zip(own, other, strict=True)]  # fmt: skip
         base = running["exact" + HALF] if HALF in name else exact
-        found[name] = way.end() | {
+        found[name] = counts[name] | {
             "over exact": {part: sum(way.seconds[own]) / sum(base.seconds[own]) for part, own in parts.items()},
             "ms": 1e3 * statistics.median(way.seconds),
             "changed": sum(one != other for one, other in pairs) / len(pairs),
