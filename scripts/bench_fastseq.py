@@ -29,8 +29,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -61,6 +59,7 @@ from transformers import (
 from attmemo import fastseq
 from attmemo.fastseq.generate.shape import ModelShape
 from attmemo.profiler.peers.table import measured_under
+from attmemo.profiler.process import apart
 from attmemo.system import machine
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -385,9 +384,10 @@ def lines_of(vocabulary: int, count: int, length: int) -> list[str]:
     return [" ".join(f"w{number}" for number in row) for row in numbers.tolist()]
 
 
-def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_type(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One type in this process: both settings."""
-    engine, dtype, weights = TYPES[options.one]
+    torch.set_num_threads(options.threads)
+    engine, dtype, weights = TYPES[name]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -401,7 +401,7 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         elif engine != "stock":
             model = fastseq.wrap(model, attention=engine)
     new, length = options.new[0], options.length[0]
-    for name, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
+    for setting, beams, batch in (("greedy", 1, 1), ("beams", options.beams[0], options.batch)):
         lines = lines_of(config.vocab_size, batch, length)
         ngrams = 3 if beams > 1 else 0
         if engine == "ctranslate2":
@@ -434,7 +434,7 @@ def measure_type(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         start, before = time.perf_counter(), time.process_time()
         texts = generate(lines, new)
         spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - before}
-        found[name] = {**spent, "texts": texts}
+        found[setting] = {**spent, "texts": texts}
     some = torch.ones(1 << 26)
     rates = []
     for _ in range(5):
@@ -457,14 +457,8 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or usual}
     before = os.getloadavg()[0]
     for name in list(runs) * options.rounds:
-        command = [
-            sys.executable, __file__, "--one", name, "--folder", str(folder), "--threads", str(options.threads),
-            "--length", str(options.length[0]), "--new", str(options.new[0]), "--beams", str(options.beams[0]),
-            "--batch", str(options.batch),
-        ]  # fmt: skip
         begin = time.perf_counter()
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-        runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+        runs[name].append(apart(measure_type, name, options, folder))
         times = {setting: round(runs[name][-1][setting]["seconds"], 2) for setting in ("greedy", "beams")}
         print(options.shape, name, times, f"{time.perf_counter() - begin:.0f} s in all", flush=True)
     facts = conditions(options) | made_of() | {"load": [before, os.getloadavg()[0]]}
@@ -741,13 +735,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="without an ending  [docs/fastseq-bench or docs/fastseq-types]")
     parser.add_argument("--types", action="store_true", help="measure types, each in a process of its own")
     parser.add_argument("--only", nargs="+", choices=TYPES, help="these alone; others are compared with the first")
-    parser.add_argument("--one", choices=TYPES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.one is not None:
-        print(json.dumps(measure_type(options, options.folder)))
-        return
     if options.output is None:
         options.output = Path("docs/fastseq-types" if options.types else "docs/fastseq-bench")
     if options.types:

@@ -31,6 +31,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from attmemo.profiler.process import apart
+
 LOG = "OpenSSH"
 LONGEST = 256  # tokens of a line, as the model was trained
 CLIENTS = (64, 8, 1)
@@ -220,18 +222,12 @@ def direct(shared: Path, out: Path, folder: Path, ways: tuple[str, ...] = ("stoc
     return found
 
 
-def library(shared: Path, out: Path) -> None:
-    """Print the lines a second that the library gives with records, batches of 32."""
-    print(direct(shared, out, out, ("rows",))["rows"]["lines_per_second"])
-
-
 def turns(shared: Path, out: Path, folder: Path) -> Any:
     """The library and the service in turns, the other way round in every second round."""
     _, late = lines_of(shared)
 
     def own() -> dict[str, float]:
-        command = (sys.executable, __file__, str(shared), str(out), "library")
-        return {"library": float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)}
+        return {"library": apart(direct, shared, out, folder, ("rows",))["rows"]["lines_per_second"]}
 
     def served() -> dict[str, float]:
         with server(*attmemo(*GUARDED, "--database", str(out / "serve-db"), "--fill", "no")):
@@ -427,13 +423,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="+", choices=[*PARTS, *SERVERS, "library"])
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, *SERVERS])
     args = parser.parse_args()
     if args.parts[0] in SERVERS:
         SERVERS[args.parts[0]]()
-        return
-    if args.parts == ["library"]:
-        library(args.shared, args.out)
         return
     if shutil.which("wrk") is None:
         parser.error("wrk is not installed: apt-get install wrk")
