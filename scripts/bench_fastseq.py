@@ -5,7 +5,7 @@ python scripts/bench_fastseq.py --shape tiny --length 32 --new 8          # a sm
 
 Models have the named shape and random weights, so no sentence ends by itself: `--new` tokens are generated for each
 (min_new_tokens = max_new_tokens). The time is that from lines of text to lines of text: tokenizing, generating,
-decoding, writing. Every round runs every rung once, in turning order; the table has the medians. On a GPU a round
+decoding, writing. Every round runs every rung once, in another order; the table has the medians. On a GPU a round
 that is not counted comes first. Loading the weights from a folder is timed for itself and added in a column of its
 own.
 
@@ -60,6 +60,7 @@ from attmemo import fastseq
 from attmemo.fastseq.generate.shape import ModelShape
 from attmemo.profiler.peers.table import measured_under
 from attmemo.profiler.process import apart
+from attmemo.profiler.turns import alternate
 from attmemo.system import machine
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -338,8 +339,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                         bench.run(rung)
                     bench.cpu_seconds.clear()
                 for number in range(options.rounds):
-                    turn = number % len(rungs)
-                    for rung in rungs[turn:] + rungs[:turn]:
+                    for rung in alternate(rungs, number):
                         seconds[rung].append(bench.run(rung))
                         print(
                             f"{options.shape} N={length} T={new} M={beams} {rung}: {seconds[rung][-1]:.2f} s",
@@ -456,7 +456,7 @@ def measure_types(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     usual = [name for name, (engine, *_) in TYPES.items() if engine not in ON_REQUEST]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only or usual}
     before = os.getloadavg()[0]
-    for name in list(runs) * options.rounds:
+    for name in [name for number in range(options.rounds) for name in alternate(list(runs), number)]:
         begin = time.perf_counter()
         runs[name].append(apart(measure_type, name, options, folder))
         times = {setting: round(runs[name][-1][setting]["seconds"], 2) for setting in ("greedy", "beams")}

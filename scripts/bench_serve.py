@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from attmemo.profiler.process import apart
+from attmemo.profiler.turns import alternate
 
 LOG = "OpenSSH"
 LONGEST = 256  # tokens of a line, as the model was trained
@@ -223,7 +224,7 @@ def direct(shared: Path, out: Path, folder: Path, ways: tuple[str, ...] = ("stoc
 
 
 def turns(shared: Path, out: Path, folder: Path) -> Any:
-    """The library and the service in turns, the other way round in every second round."""
+    """The library and the service in turns."""
     _, late = lines_of(shared)
 
     def own() -> dict[str, float]:
@@ -238,7 +239,7 @@ def turns(shared: Path, out: Path, folder: Path) -> Any:
     rounds = list[dict[str, float]]()
     for number in range(ROUNDS):
         found: dict[str, float] = {}
-        for measure in (own, served)[:: -1 if number % 2 else 1]:
+        for measure in alternate((own, served), number):
             found |= measure()
         rounds.append(found)
         print("round", json.dumps(found), flush=True)

@@ -29,6 +29,7 @@ from measured_at import measured_at
 from workloads import WORKLOADS, Workload, sign
 
 from attmemo.profiler.process import Process
+from attmemo.profiler.turns import alternate
 from attmemo.wording import counted
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -172,13 +173,13 @@ def measure(stream: str, shared: Path, threads: int, ways: list[str]) -> dict[st
 
 def _in_turns(running: dict[str, Way], exact: str, seconds: float, count: int) -> None:
     """Have these ways answer all requests, some in a turn, that take the exact way about so many seconds."""
-    names, done, each = list(running), 0, 4
-    while names and done < count:
-        turn = range(done, min(done + each, count))
-        for name in names if done % 2 else names[::-1]:
-            running[name].ask(turn, statistics.median(running[exact].seconds or [0.03]))
-        done = turn.stop
-        each = round(seconds / statistics.median(running[exact].seconds)) | 1  # odd: ways take turns in beginning, too
+    turn, done, each = 0, 0, 4
+    while running and done < count:
+        numbers = range(done, min(done + each, count))
+        for name in alternate(list(running), turn):
+            running[name].ask(numbers, statistics.median(running[exact].seconds or [0.03]))
+        turn, done = turn + 1, numbers.stop
+        each = max(1, round(seconds / statistics.median(running[exact].seconds)))
 
 
 def order_kept(exact: Sequence[Sequence[float]], given: Sequence[Sequence[float]]) -> dict[str, float]:
