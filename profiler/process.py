@@ -43,6 +43,7 @@ class Process:
         patience: float | None = None,
     ) -> None:  # fmt: skip
         self.patience = patience
+        self._owed = 0  # answers that have not come
         context: Any = multiprocessing.get_context("forkserver" if modules else "spawn")
         context.set_forkserver_preload(list(modules))
         self._own, other = context.Pipe()
@@ -68,9 +69,12 @@ class Process:
         """
         try:
             self._own.send((method, arguments))
-            if not self._own.poll(self.patience):
-                raise ProcessError(f"took more than {self.patience:.0f} s")
-            answer: tuple[T, str | None] = self._own.recv()
+            self._owed += 1
+            while self._owed:  # first come the answers to calls that took too long
+                if not self._own.poll(self.patience):
+                    raise ProcessError(f"took more than {self.patience:.0f} s")
+                answer: tuple[T, str | None] = self._own.recv()
+                self._owed -= 1
         except (EOFError, OSError):
             self._process.join(5.0)
             raise ProcessDied(f"its process died{_cause(self._process.exitcode)}") from None

@@ -43,6 +43,17 @@ def test_a_process_that_died_says_of_what() -> None:
         apart(signal.raise_signal, signal.SIGKILL)
 
 
+def test_an_answer_that_came_too_late_is_not_that_of_the_next_call(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with Process(Path, tmp_path / "pipe") as process:
+        process.patience = 0.01
+        with pytest.raises(ProcessError, match=r"^took more than 0 s$"):
+            process.call(Path.read_text)  # it waits until somebody writes
+        (tmp_path / "pipe").write_text("late")
+        process.patience = None
+        assert process.call(Path.is_fifo) is True
+
+
 def test_what_is_printed_there_is_in_the_log(tmp_path: Path) -> None:
     with Process(print, "said", log=tmp_path / "log"):
         pass
