@@ -7,42 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from docs_tools import DOCUMENTS, README, REPOSITORY, calls, inline, shell_lines
-
-from attmemo.cli.app import app
-
-ROOT: Any = typer.main.get_command(app)
-
-
-def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that the first words name, and the other words."""
-    command, rest = ROOT, list(words)
-    while rest and rest[0] in getattr(command, "commands", {}):
-        command = command.commands[rest.pop(0)]
-    return command, rest
-
-
-def check_options(words: list[str]) -> None:
-    """The command exists and has every option; values may be missing, or be placeholders."""
-    command, rest = command_of(words)
-    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
-        "--help", "-h",
-    }  # fmt: skip
-    if hasattr(command, "commands"):
-        assert not rest or rest[0].startswith("-"), f"no command {' '.join(words)!r}"
-    for word in (word.strip("[]()") for word in rest):
-        if re.match(r"--?[a-z]", word):
-            assert word.split("=")[0] in known, f"attmemo {' '.join(words)}: no option {word}"
-
-
-def check_parse(words: list[str]) -> None:
-    """The command line accepts the call: every value has its type, nothing is missing and nothing is left."""
-    command, rest = command_of(words)
-    check_options(words)
-    if {"--help", "-h", "--version"} & set(rest):
-        return
-    command.make_context("attmemo", rest).close()
+from docs_tools import (
+    DOCUMENTS,
+    README,
+    REPOSITORY,
+    ROOT,
+    calls,
+    check_options,
+    check_parse,
+    inline,
+    shell_lines,
+)
 
 
 def collect(how: str) -> list[Any]:
