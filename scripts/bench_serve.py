@@ -435,6 +435,7 @@ def main() -> None:
 
     from attmemo.profiler.peers.table import measured_under
 
+    args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "serve.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     for part in args.parts:
