@@ -1,36 +1,26 @@
-"""Commands on the pages that are not attmemo's: curl is sent to a service; of others, what they name is there."""
+"""Commands on the pages that ask a service or install something: they are sent to one; what they name is there."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
-from docs_tools import DOCUMENTS, REPOSITORY, inline, page, shell_lines, table_rows
-from services import ask, living, tiny
+from docs_tools import DOCUMENTS, REPOSITORY, ROOT, TEXTS, every_command, page, table_rows, typed
+from services import ask, living, minilm, tiny
 
-from attmemo.cli.app import app
 from attmemo.system.extras import install
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = set(PROJECT["optional-dependencies"])
-TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-OF_MAKE = re.compile(r"^(?:[A-Z]+=\S+ )*make(?: [A-Z]+=\S+)* ([a-z][a-z-]*)")
-BLOCK = re.compile(r"^ *```(?:sh|bash)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-
-
-def commands(start: str) -> Iterator[tuple[Path, str]]:
-    """Command lines that begin so, of blocks and of the text."""
-    for path in DOCUMENTS:
-        text = path.read_text(encoding="utf-8")
-        for line in (*shell_lines(text), *inline(text)):
-            if line.startswith(start):
-                yield path, line
+PLACE = "localhost:3000"
+CURLS = [command for text in TEXTS.values() for command in typed(text) if command.startswith("curl ")]
 
 
 def files_of(folder: str) -> list[Path]:
@@ -39,42 +29,72 @@ def files_of(folder: str) -> list[Path]:
     return [path for path in found if path.suffix not in (".so", ".pyc", ".png")]
 
 
-def curls() -> list[list[str]]:
-    """The words of each call of curl in a block; its body may take several lines."""
-    found = []
-    for path in DOCUMENTS:
-        for block in BLOCK.findall(path.read_text(encoding="utf-8")):
-            lines = block.splitlines()
-            for first, line in enumerate(lines):
-                if line.startswith("curl "):
-                    parts = ("\n".join(lines[first:end]) for end in range(first + 1, len(lines) + 1))
-                    found.append(next(words for part in parts if (words := split(part))))
-    return found
+def request_of(command: str) -> tuple[str, bytes | None]:
+    """The path that a call of curl asks, and the body that it sends."""
+    words = shlex.split(command)
+    (place,) = (word for word in words if word.startswith(PLACE))
+    return place.removeprefix(PLACE), words[words.index("-d") + 1].encode() if "-d" in words else None
 
 
-def split(command: str) -> list[str]:
-    """The words of a command; none while a quote is open."""
-    try:
-        return shlex.split(command)
-    except ValueError:
-        return []
+def in_a_shell(command: str) -> str:
+    """What a command prints that is typed in the repository, where `python` is this one."""
+    here = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH\n{command}"
+    done = subprocess.run(
+        ["bash", "-c", here], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_calls_of_curl_get_an_answer_from_a_service(tmp_path: Path) -> None:
-    found = curls()
-    assert len(found) >= 3
+    assert len(CURLS) >= 5
     with living(tiny(tmp_path, None)) as live:
-        for words in found:
-            (place,) = (word for word in words if "localhost:" in word)
-            body = words[words.index("-d") + 1] if "-d" in words else None
-            reply = ask(live.url + "/" + place.split("/", 1)[1], None if body is None else body.encode())
-            assert reply.status == 200, f"{words}: {reply.body!r}"
+        for command in CURLS:
+            path, body = request_of(command)
+            reply = ask(live.url + path, body)
+            assert reply.status == 200, f"{command}: {reply.body!r}"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_a_shell_takes_the_calls_of_curl_as_they_are_typed(tmp_path: Path) -> None:
+    with living(tiny(tmp_path, None)) as live:
+        for command in CURLS:
+            here = command.replace(PLACE, live.url.removeprefix("http://"))
+            said = in_a_shell(here.replace("curl ", "curl --silent --show-error --fail --noproxy '*' ", 1))
+            assert json.loads(said.splitlines()[-1]), command
+
+
+def test_the_service_of_the_tutorial_answers_what_the_page_shows() -> None:
+    (command,) = (command for command in typed(page("tutorial.md")) if command.startswith("curl "))
+    (shown,) = re.findall(r"^```text\n(x-attmemo-.*?)^```", page("tutorial.md"), re.MULTILINE | re.DOTALL)
+    headers, scores = shown.strip().split("\n\n")
+    path, body = request_of(command)
+    with living(minilm(), row_headers=True) as live:
+        reply = ask(live.url + path, body)
+    for name, value in (line.split(": ") for line in headers.splitlines()):
+        assert reply.headers[name] == value
+    assert reply.json == pytest.approx(json.loads(scores), abs=2e-3)
+
+
+def test_the_tutorial_finds_the_model_of_the_package() -> None:
+    model = minilm()
+    (command,) = (command for command in typed(page("tutorial.md")) if command.startswith("MODEL="))
+    assert in_a_shell(f'{command}\nprintf %s "$MODEL"') == model
+
+
+def test_an_audit_of_a_service_on_this_machine_runs_as_the_page_says(tmp_path: Path) -> None:
+    (words,) = (words for words in every_command() if "scripts/audit_service.py" in words)
+    assert words == ("python", "scripts/audit_service.py", "URL", "N")
+    with living(tiny(tmp_path, None), database=None, budget=0) as live:
+        said = in_a_shell(f"python scripts/audit_service.py {live.url} 8")
+    assert "0 of 8 answers changed" in said
 
 
 def test_what_pip_installs_is_an_extra_of_the_project() -> None:
-    found = [(path, name) for path, line in commands("pip install") for name in re.findall(r"\[([a-z,]+)\]", line)]
+    lines = {" ".join(words): where for words, where in every_command().items() if "pip" in words}
+    found = [(where, names) for line, where in lines.items() for names in re.findall(r"\[([a-z,]+)\]", line)]
     assert found
-    unknown = [(path.name, name) for path, names in found for name in names.split(",") if name not in EXTRAS]
+    unknown = [(where, name) for where, names in found for name in names.split(",") if name not in EXTRAS]
     assert not unknown, f"pyproject.toml has {sorted(EXTRAS)}"
 
 
@@ -97,31 +117,8 @@ def test_every_extra_is_on_the_page_of_installing_or_for_developers() -> None:
     assert not missing, missing
 
 
-def test_jobs_of_make_are_in_the_makefile() -> None:
-    found = [(path.name, match[1]) for path, line in commands("") if (match := OF_MAKE.match(line))]
-    assert len(found) > 3
-    unknown = [(name, target) for name, target in found if target not in TARGETS]
-    assert not unknown, f"the Makefile has {sorted(TARGETS)}"
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_scripts_that_a_page_runs_exist_and_know_the_options(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    for line in (*shell_lines(text), *inline(text)):
-        match = re.match(r"(?:[A-Z_]+=\S+ )*python (scripts/\S+)(.*)", line)
-        if match is None:
-            continue
-        script = REPOSITORY / match[1]
-        assert script.exists(), line
-        files = [script] if script.is_file() else sorted(script.glob("*.py"))
-        source = "".join(file.read_text(encoding="utf-8") for file in files)
-        for option in re.findall(r"(?<=\s)--[a-z-]+", match[2].partition("#")[0]):
-            assert f'"{option}"' in source, f"{match[1]} knows no {option}"
-
-
 def test_the_page_shows_options_with_their_variables_and_defaults() -> None:
-    group: Any = typer.main.get_command(app)
-    known = {one.opts[0]: one for one in group.commands["serve"].params}
+    known = {one.opts[0]: one for one in ROOT.commands["serve"].params}
     for option, variable, default, _ in table_rows(page("service.md"), "| option | variable |"):
         one = known[option.strip("`")]
         assert one.envvar == variable.strip("`")
