@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +15,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.used = 0.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(time, "process_time", lambda: self.used)
+        # Not those of the module `time`: a thread of another store would read them, and sleep for days.
+        own = SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: self.used)
+        monkeypatch.setattr(pace, "time", own)
         monkeypatch.setattr(pace, "cores", lambda: 2)
 
     def go_on(self, seconds: float, used: float) -> None:
