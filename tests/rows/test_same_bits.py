@@ -209,7 +209,7 @@ def test_a_text_whose_record_is_on_its_way_is_computed_as_it_was() -> None:
     seen = field(run(model, BOTH))
     assert [torch.equal(*pair) for pair in zip(seen, exact, strict=True)] == [place == 2 for place in range(6)]
     assert store.index.same(tokens) >= 0
-    assert not store.awaiting(tokens, np.array([0, n])).any(), "it is there"
+    assert until(lambda: not store.awaiting(tokens, np.array([0, n])).any()), "it is there"
     assert torch.equal(field(run(model, BOTH))[2], exact[2])
 
 
