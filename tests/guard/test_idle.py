@@ -184,10 +184,11 @@ def test_no_work_begins_while_a_request_runs() -> None:
 
 def test_the_time_until_work_counts_from_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "QUIET", 100.0)
-    worker = Worker()
+    clock, worker = Clock(monkeypatch), Worker()
     worker.idle.began()
     worker.idle.ended()
-    assert 90.0 < worker.idle.wait() <= 100.0
+    clock.now += 30.0
+    assert worker.idle.wait() == pytest.approx(70.0)
     worker.idle.began()
     assert worker.idle.wait() == 100.0
     worker.idle.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(rest, "thread_time", lambda: self.now)
+        monkeypatch.setattr(rest, "monotonic", lambda: 0.0)
 
     def forward(self, **inputs: Any) -> float:
         self.now += BETWEEN / 10
@@ -99,6 +101,9 @@ def test_forwards_that_are_not_looked_at_are_exact_and_counted(
     expected, looked, forwards = run(case.exact, BASE), looks(served, monkeypatch), 300
     monkeypatch.setattr(TimeAccount, "rests", True)
     monkeypatch.setattr(TimeAccount, "ask", lambda own, tokens: False)
+    ticks = count()
+    monkeypatch.setattr(rest, "thread_time", lambda: next(ticks) * BETWEEN / 20)  # one for each forward
+    monkeypatch.setattr(rest, "monotonic", lambda: 0.0)
     with torch.inference_mode():
         for _ in range(forwards):
             assert_same(served(**BASE), expected)
