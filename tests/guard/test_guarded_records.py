@@ -314,8 +314,9 @@ class TestVectors:
 
 class TestFlood:
     def test_what_never_comes_again_takes_no_place_of_a_record_and_what_comes_again_does(
-        self, classifier: Case
+        self, classifier: Case, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr("attmemo.rows.throttle.Pace.share", 1.0)  # a full store takes what it stores in time
         model = guarded(classifier.bare, max_bytes=1 << 17, budget=0.5)
         store = model.attmemo.engine.reuse.store
 
