@@ -37,6 +37,11 @@ def walked(work: Callable[[], Any]) -> Counter[tuple[str, str]]:
     return calls
 
 
+def fewest(work: Callable[[], Any]) -> Counter[tuple[str, str]]:
+    """Those of the one of three rounds with the fewest: in one of them what earlier tests left may be collected."""
+    return min((walked(work) for _ in range(3)), key=Counter.total)
+
+
 def model() -> Any:
     torch.manual_seed(0)
     config = BertConfig(
@@ -55,7 +60,7 @@ def test_an_exact_request_makes_few_calls(count: int) -> None:
     served, inputs = memoize(model(), reuse="none"), batch(count)
     with torch.inference_mode():
         served(**inputs)
-        calls = walked(lambda: served(**inputs))
+        calls = fewest(lambda: served(**inputs))
     assert calls.total() <= EXACT, calls.most_common(9)
 
 
@@ -66,7 +71,6 @@ def test_a_guarded_request_from_records_makes_few_calls(count: int) -> None:
         served(**inputs)
         assert served.attmemo.flush()
         served(**inputs)
-        rounds = [walked(lambda: served(**inputs)) for _ in range(3)]
+        calls = fewest(lambda: served(**inputs))
     assert served.attmemo.stats()["repeated"] == 4 * count
-    calls = min(rounds, key=Counter.total)  # a guard's file, or what ended before, may be seen to in one of them
     assert calls.total() <= REUSED, calls.most_common(9)
