@@ -299,6 +299,7 @@ def test_a_chain_is_its_layers_bit_by_bit(
          for part in parts]
         for _ in range(2)
     )
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         found = Chain(blocks, HEADS, WIDTH)(
@@ -308,7 +309,7 @@ def test_a_chain_is_its_layers_bit_by_bit(
             blocks, hidden, layout, Copies(expected_kept), scale=0.3, threads=threads
         )
     finally:
-        torch.set_num_threads(2)
+        torch.set_num_threads(threads_before)
     assert torch.equal(found, expected)
     assert torch.isfinite(found).all()
     for one, other in zip(kept, expected_kept, strict=True):
