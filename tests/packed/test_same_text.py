@@ -11,7 +11,7 @@ from dataclasses import astuple
 
 import pytest
 from children import run_child
-from same_text import CLASSES, COMBINATIONS, EVERY, LENGTHS, Cell, Seen, best_sets
+from same_text import CLASSES, COMBINATIONS, EVERY, LENGTHS, LIMIT, Cell, Seen, best_sets
 
 from attmemo.kernels import _linear, _row_attention
 
@@ -48,7 +48,7 @@ def look_at(asked: Asked) -> list[list[str]]:
     """Check all cells, in a process whose threads do not spin; the best instruction sets of each part."""
     given = [(words, [astuple(cell) for cell in cells]) for words, cells in asked]
     passive = {"OMP_WAIT_POLICY": "passive"}
-    found = run_child(IN_CHILD, timeout=400, environment=passive, asked=given).result
+    found = run_child(IN_CHILD, timeout=LIMIT, environment=passive, asked=given).result
     faults = []
     for (words, cells), (sets, all_seen) in zip(asked, found, strict=True):
         for cell, seen in zip(cells, all_seen, strict=True):
