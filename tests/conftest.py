@@ -39,8 +39,9 @@ for _device in (torch.cuda, torch.mtia, torch.xpu):
 for _size in ("COLUMNS", "LINES"):
     os.environ.pop(_size, None)
 
-# No test measures time: an example of a property may take as long as a slow or busy machine needs for it.
-settings.register_profile("attmemo", deadline=None)
+# No test measures time: an example of a property may take as long as a slow or busy machine needs for it. Examples are
+# the same in each run.
+settings.register_profile("attmemo", deadline=None, derandomize=True)
 settings.load_profile("attmemo")
 
 # A forked child that takes too long dies of its own alarm, not of the time limit of tests.
