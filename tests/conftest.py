@@ -72,6 +72,14 @@ def _never_faster() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _never_slow() -> Iterator[None]:
+    """What is stored beside a forward does not depend on how long that took: what is left out is no chance."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attmemo.rows.throttle.EACH", float("inf"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache directory."""

@@ -19,6 +19,7 @@ class Clock:
         own = SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: self.used)
         monkeypatch.setattr(pace, "time", own)
         monkeypatch.setattr(pace, "cores", lambda: 2)
+        monkeypatch.setattr(pace, "EACH", EACH)  # tests of stores have no such bound
 
     def go_on(self, seconds: float, used: float) -> None:
         self.now, self.used = self.now + seconds, self.used + used
