@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -140,9 +140,13 @@ class Deferred:
                 self._sequences += len(places)
 
     def compare_all(self) -> None:
-        """Compare what waits now."""
-        for part in self._taken(self._sequences, AT_ONCE):
-            self._compare(part)
+        """Compare what waits now. What another thread compares now is done, too."""
+        for _ in range(self._sequences + 1):
+            with self._paying:
+                part = self._take(AT_ONCE)
+                if part is None:
+                    return
+                self._compare(part)
 
     def forget(self) -> None:
         """Let nothing wait any more, once the part is done that is compared now."""
@@ -163,19 +167,18 @@ class Deferred:
         if self._parts:
             self.idle.wake()
 
-    def _taken(self, parts: int, most: int) -> Iterator[Part]:
-        """The oldest parts, of so many sequences at most. In a forked child they are its parent's, and forgotten."""
-        for _ in range(parts):
-            with self._lock:
-                if not self._parts:
-                    return
+    def _take(self, most: int) -> Part | None:
+        """The oldest part, of so many sequences at most. In a forked child its parent's parts are forgotten."""
+        with self._lock:
+            while self._parts:
                 part = self._parts.popleft()
                 if len(part.places) > most:
                     self._parts.appendleft(part.some(most, len(part.places)))
                     part = part.some(0, most)
                 self._sequences -= len(part.places)
-            if part.process == os.getpid():
-                yield part
+                if part.process == os.getpid():
+                    return part
+        return None
 
     def part_takes(self) -> float:
         """Return the seconds that a sequence of the oldest part probably takes; 0: not known."""
@@ -191,18 +194,16 @@ class Deferred:
         """
         each = self.part_takes()
         most = min(max(int(FILLS * seconds / each), 1), IN_A_PAUSE) if seconds and each else AT_ONCE
-        for part in self._taken(1, most):
-            start = perf_counter()
-            if not self._compare(part):  # it says nothing of the time of those that are
-                continue
-            taken = (perf_counter() - start) / (part.tokens * len(part.places))
-            self._each.setdefault(part.kind, deque(maxlen=LAST)).append(taken)
+        with self._paying:  # before it is taken: else `compare_all` could miss it
+            part, start = self._take(most), perf_counter()
+            if part is not None and self._compare(part):  # others say nothing of the time of those that are
+                taken = (perf_counter() - start) / (part.tokens * len(part.places))
+                self._each.setdefault(part.kind, deque(maxlen=LAST)).append(taken)
         return bool(self._parts)
 
     def _compare(self, part: Part) -> bool:
-        """Compare a part, if it still says something; whether it was computed."""
-        with self._paying:
-            return are_empty(self._hooks) and self.is_current(part) and part.compare(part)
+        """Compare a part, if it still says something; whether it was computed. `_paying` is held."""
+        return are_empty(self._hooks) and self.is_current(part) and part.compare(part)
 
     def is_current(self, part: Part) -> bool:
         """Whether the model is as it was when the part came."""

@@ -328,6 +328,27 @@ class TestDeferred:
             own.do_part(0.0)
             assert len(own._each["owed"]) == 1
 
+    def test_who_compares_all_waits_for_what_another_thread_compares(self) -> None:
+        model, own, _ = self.made()
+        begun, may_end = threading.Event(), threading.Event()
+
+        def compare(part: Part) -> bool:
+            begun.set()
+            return may_end.wait(60.0)
+
+        own.add(model, ((torch.ones(1, 4),), {}), None, [0], 1, compare, "owed")
+        other = threading.Thread(target=own.do_part, args=(0.0,))
+        other.start()
+        assert begun.wait(60.0)
+        waits = threading.Thread(target=own.compare_all)
+        waits.start()
+        waits.join(0.1)
+        assert waits.is_alive()
+        may_end.set()
+        for thread in (other, waits):
+            thread.join(60.0)
+            assert not thread.is_alive()
+
     def test_what_all_sequences_share_is_copied_too(self) -> None:
         model, own, seen = self.made()
         shared = torch.ones(1, 4)
