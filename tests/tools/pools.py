@@ -210,6 +210,7 @@ def fill_until_killed(path: Path, told: Path, seed: int, max_bytes: int) -> None
     """Add records until killed, and tell what was published."""
     generator = random.Random(seed)
     with opened(path, max_bytes) as pool, told.open("a") as stream:
+        pool.add([])  # what the last one published as it died is known from now on
         stream.write(json.dumps(["is", list(state_of(pool).items())]) + "\n")
         stream.flush()
         while True:
