@@ -326,6 +326,10 @@ def _kill(child: int) -> None:
 # -- processes that all add, evict and read
 
 
+LEAST: Final = 30
+"""Batches that each process adds, however slow the machine is."""
+
+
 def _working(path: Path, number: int, seconds: float, max_bytes: int, folder: Path, most: int) -> None:
     generator = random.Random(7000 + number)
     known: State = {}
@@ -345,7 +349,7 @@ def _working(path: Path, number: int, seconds: float, max_bytes: int, folder: Pa
     until = time.monotonic() + seconds
     pool = open_pool(path, max_bytes)
     try:
-        while time.monotonic() < until:
+        while time.monotonic() < until or adds < LEAST:
             before, worked = time.perf_counter(), time.thread_time()
             news = pool.news()
             looks.append((time.perf_counter() - before, time.thread_time() - worked))
@@ -369,7 +373,12 @@ def _working(path: Path, number: int, seconds: float, max_bytes: int, folder: Pa
             except DatabaseLockedError:
                 locked += 1
             time.sleep(generator.uniform(0.0, 0.004))
-        learn(pool.add([]))
+        while True:
+            try:
+                learn(pool.add([]))
+                break
+            except DatabaseLockedError:  # the others were faster for too long
+                locked += 1
         (folder / f"done{number}").touch()
         while len(list(folder.glob("done*"))) < len(list(folder.glob("order*"))):
             time.sleep(0.01)
@@ -391,7 +400,7 @@ def many_fillers(processes: int, seconds: float, max_bytes: int = 512 << 10, mos
 
         def begin(number: int) -> int:
             return start_child(
-                lambda: _working(path, number, seconds, max_bytes, folder, most), seconds=int(seconds) + 60
+                lambda: _working(path, number, seconds, max_bytes, folder, most), seconds=int(seconds) + 600
             )
 
         ends = [end_of(child) for child in [begin(number) for number in range(processes)]]
