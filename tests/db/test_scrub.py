@@ -83,6 +83,7 @@ def test_no_token_of_what_was_forgotten_is_left_and_the_catalogue_does_not_grow(
     check_environment(file)
 
 
+@pytest.mark.usefixtures("patient")
 def test_readers_beside_see_every_record_as_it_is(folder: Path) -> None:
     with opened(folder) as pool:
         pool.add(entries(range(30)))

@@ -177,6 +177,7 @@ def test_an_entry_of_the_catalogue_with_a_flipped_bit_is_no_end(folder: Path) ->
 # -- beside others
 
 
+@pytest.mark.usefixtures("patient")
 def test_processes_that_begin_at_once_set_aside_once_and_fill_the_same(folder: Path) -> None:
     """A head, a catalogue, a segment: four processes each time."""
 

@@ -271,6 +271,7 @@ def _exactly(path: Path, identities: range) -> None:
     assert list(read_state(path).values()) == list(identities)
 
 
+@pytest.mark.usefixtures("patient")
 def test_processes_that_make_a_pool_at_once_make_one(folder: Path) -> None:
     """None fails, and all fill the same: twelve times."""
 

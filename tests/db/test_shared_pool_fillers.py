@@ -95,6 +95,7 @@ def test_two_pools_in_a_process_are_one_folder_and_closing_one_leaves_the_other(
     assert list(read_state(folder).values()) == [1, 2]
 
 
+@pytest.mark.usefixtures("patient")
 def test_threads_that_fill_through_two_pools_lose_nothing(folder: Path) -> None:
     def work(pool: SharedPool, first: int) -> None:
         for number in range(first, first + 40):
@@ -166,9 +167,11 @@ def test_a_pool_of_many_segments_fits_the_usual_limit_of_descriptors(folder: Pat
 FORKED = r"""
 import os, traceback
 from pathlib import Path
+from attmemo.db.pools import shared_pool
 from pools import entries, open_pool, read_state, state_of
 
 folder = Path(path)
+shared_pool.PATIENCE = 60.0  # of three that fill without a pause
 pool = open_pool(folder)
 pool.add(entries([1, 2]))
 pids = []
@@ -240,10 +243,12 @@ def test_a_child_that_was_forked_during_a_batch_does_not_keep_the_lease(folder: 
 INSIDE_FORKED = r"""
 import os, signal, threading, time, traceback
 from pathlib import Path
-os.register_at_fork(after_in_child=lambda: signal.alarm(10))  # before attmemo's own: these may hang
+os.register_at_fork(after_in_child=lambda: signal.alarm(60))  # before attmemo's own: these may hang
+from attmemo.db.pools import shared_pool
 from pools import entries, open_pool, read_state, state_of
 
 folder = Path(path)
+shared_pool.PATIENCE = 30.0  # of a child whose parent commits
 open_pool(folder).add(entries([1]))
 other = os.fork()
 if other == 0:  # another process writes for a second

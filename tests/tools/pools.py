@@ -64,6 +64,13 @@ def folder() -> Iterator[Path]:
         yield parent / "pool"
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for others gives up late: on a busy machine they may hold for seconds what it waits for."""
+    monkeypatch.setattr("attmemo.db.pools.shared_pool.PATIENCE", 60.0)
+    monkeypatch.setattr("attmemo.db.aside.PATIENCE", 60.0)
+
+
 def entries(identities: Iterable[int], nbytes: int = 3000) -> list[Entry]:
     return [entry(identity, nbytes) for identity in identities]
 
