@@ -274,25 +274,25 @@ def test_threads_share_a_fetcher_without_sharing_a_window(arena: Arena) -> None:
 
 
 def test_a_reader_in_another_thread_never_sees_the_next_batch(arena: Arena) -> None:
-    fetcher, stop, wrong, reads = MapFetcher(), threading.Event(), [], []
+    fetcher, begun, stop, wrong = MapFetcher(), threading.Event(), threading.Event(), []
     batch = fetcher.fetch(arena, [6])
     held = batch[0]
     expected = arena.slot(6).clone()
 
     def read() -> None:
         while not stop.is_set():
-            reads.append(1)
             if not torch.equal(held, expected):
                 wrong.append(1)
+            begun.set()
 
     reader = threading.Thread(target=read)
     reader.start()
+    assert begun.wait(600)
     for slot in list(range(SLOTS)) * 20:
         with fetcher.fetch(arena, [slot]) as other:
             assert torch.equal(other[0], arena.slot(slot))
     stop.set()
     reader.join()
-    assert reads
     assert not wrong
 
 
