@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,19 +204,13 @@ class TestRefusals:
 class TestLines:
     def test_a_descriptor_gives_lines_as_they_come(self) -> None:
         read, write = os.pipe()
-
-        def speak() -> None:
-            os.write(write, b"one\n\ntwo\nthr")
-            time.sleep(0.5)
-            os.write(write, b"ee\nfour\nfive\nsix\xff")
-            os.close(write)
-
-        thread = threading.Thread(target=speak)
-        thread.start()
-        found = list(read_batches(read, 3, wait=0.05))
-        thread.join()
+        batches = read_batches(read, 3, wait=0.05)
+        os.write(write, b"one\n\ntwo\nthr")
+        assert next(batches) == ["one", "two"]
+        os.write(write, b"ee\nfour\nfive\nsix\xff")
+        os.close(write)
+        assert list(batches) == [["three", "four", "five"], ["six\ufffd"]]
         os.close(read)
-        assert found == [["one", "two"], ["three", "four", "five"], ["six\ufffd"]]
 
     def test_batches_are_full_but_the_last(self, tmp_path: Path) -> None:
         log = tmp_path / "log"
