@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,8 +30,10 @@ def test_the_first_turn_is_not_counted_and_jobs_are_told_the_turn() -> None:
     assert told[-1] == ("measure", 4, 4)
 
 
-def test_more_turns_are_taken_until_the_time_is_over() -> None:
-    assert len(interleave({"a": lambda _: None}, 1, seconds=0.05)["a"].milliseconds) > 1
+def test_more_turns_are_taken_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 0.02, 0.04, 0.06])  # at the beginning, and after one, two and three turns
+    monkeypatch.setattr("attmemo.profiler.turns.time", SimpleNamespace(monotonic=lambda: next(moments)))
+    assert len(interleave({"a": lambda _: None}, 1, seconds=0.05)["a"].milliseconds) == 3
 
 
 def test_what_is_called_around_a_job_is_called_in_its_order() -> None:
