@@ -59,7 +59,7 @@ def test_threads_of_one_process_may_open_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         readers = [pool.submit(_follow, path, len(lengths)) for _ in range(3)]
         for one in (pool.submit(fill, path, lengths, every=1), *readers):
-            one.result(60)
+            one.result(600)
     assert sorted(contents(path)) == [(0, row) for row in range(len(lengths))]
 
 

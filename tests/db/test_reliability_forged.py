@@ -277,7 +277,7 @@ def forged_in_a_child(backend: str, seed: int, trials: int, seconds: float = 1e9
             from test_reliability_forged import forge_backend
             forge_backend(Path(folder), backend, seed, trials, seconds)
             """,
-            timeout=240 + (int(seconds) if seconds < 1e9 else 0),
+            timeout=600 + (int(seconds) if seconds < 1e9 else 0),
             environment={"OMP_NUM_THREADS": "1"},
             folder=str(folder), backend=backend, seed=seed, trials=trials, seconds=seconds,
         )  # fmt: skip

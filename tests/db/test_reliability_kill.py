@@ -56,7 +56,7 @@ def test_a_builder_killed_at_any_system_call_never_loses_what_it_acknowledged(tm
     with memory_directory() as folder:
         found = run_child(
             EVERYWHERE,
-            timeout=300,
+            timeout=800,
             environment=preloaded(killer),
             killer=str(killer),
             folder=str(folder),

@@ -84,7 +84,7 @@ def killed_everywhere(folder: Path, stride: int) -> dict[str, int]:
     with memory_directory() as memory:
         found = run_child(
             EVERYWHERE,
-            timeout=600,
+            timeout=800,
             environment=preloaded(killer),
             killer=str(killer),
             folder=str(memory),

@@ -25,7 +25,7 @@ def models() -> dict[str, Any]:
 def no_thread_is_left() -> Iterator[None]:
     """The pipeline's threads have ended soon after a test."""
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while any(thread.name.startswith(("ahead", "behind")) for thread in threading.enumerate()):
         assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.01)

@@ -62,7 +62,7 @@ def in_child(body: Callable[[], None]) -> int:
     if pid == 0:
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.alarm(60)
+            signal.alarm(600)
             torch.set_num_threads(1)  # OpenMP's threads did not come along: waiting for them would be for ever
             body()
             os._exit(0)

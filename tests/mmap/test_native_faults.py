@@ -128,7 +128,7 @@ def test_whatever_call_fails_no_window_is_mixed_and_every_window_recovers(tmp_pa
         env={**os.environ, **preloaded(shim)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert child.returncode == 0, child.stderr

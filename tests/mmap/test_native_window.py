@@ -64,7 +64,7 @@ def in_child(body: Callable[[], None]) -> None:
         pid = os.fork()
     if pid == 0:
         try:
-            signal.alarm(60)
+            signal.alarm(600)
             body()
             os._exit(0)
         except BaseException:

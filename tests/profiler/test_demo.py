@@ -441,7 +441,7 @@ def test_standard_input_is_read_by_the_command(encoder: str, tmp_path: Path) -> 
     arguments = ["demo", "--stdin", "--output", str(tmp_path / "out"), "--json", "-", encoder]
     lines = "\n".join(generate_log(40, 1))
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], input=lines, capture_output=True, text=True, timeout=90, check=True
+        [sys.executable, "-c", code, *arguments], input=lines, capture_output=True, text=True, timeout=600, check=True
     )
     assert json.loads(done.stdout)["embedder"]["parts"]["all"]["texts"] == 40
 

@@ -322,5 +322,5 @@ def test_commands_load_and_read_texts_without_the_packages_of_the_extra(tmp_path
         "print(len(list(read_texts([sys.argv[1]]))))\n"
     )
     call = [sys.executable, "-c", code, str(tmp_path / "a.log")]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(call, capture_output=True, text=True, timeout=600)
     assert done.stdout == "2\n", done.stderr

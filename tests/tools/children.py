@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+LIMIT = 600
+"""Seconds until a child is given up: far more than any takes on a busy machine. A test has 900."""
+
 
 @dataclass(frozen=True)
 class Child:
@@ -53,7 +56,7 @@ def run_child(
     *,
     signals: Collection[str] = (),
     may_raise: bool = False,
-    timeout: int = 60,
+    timeout: int = LIMIT,
     environment: dict[str, str] | None = None,
     **values: Any,
 ) -> Child:
@@ -142,7 +145,7 @@ def _forked(body: Callable[[], Any], writer: int, timeout: int, quiet: bool) -> 
 
 
 def start_child(
-    body: Callable[[], object], seconds: int = 60, quiet: bool = False, first: Callable[[], object] | None = None
+    body: Callable[[], object], seconds: int = LIMIT, quiet: bool = False, first: Callable[[], object] | None = None
 ) -> int:
     """Run in a forked child, whose pid is returned: it exits with 0, or 1 after an exception.
 
@@ -175,7 +178,7 @@ def end_of(pid: int) -> int:
 
 
 def in_child(
-    body: Callable[[], object], seconds: int = 60, quiet: bool = False, first: Callable[[], object] | None = None
+    body: Callable[[], object], seconds: int = LIMIT, quiet: bool = False, first: Callable[[], object] | None = None
 ) -> int:
     """Run in a forked child to its end: 0, 1 after an exception, negative for a signal."""
     return end_of(start_child(body, seconds, quiet, first))

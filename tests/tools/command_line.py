@@ -50,13 +50,13 @@ def ended_by(how: signal.Signals, ready: Callable[[], bool], *args: str | Path) 
         [sys.executable, "-c", MAIN, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 500
         while not ready():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(how)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=300)
     finally:
         process.kill()
         process.wait()

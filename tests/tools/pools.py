@@ -304,7 +304,7 @@ def killed_fillers(kills: int, seed: int, max_bytes: int = 512 << 10, readers: i
             for kill in range(kills):
                 wanted = told.read_text().count("\n") + 1 + kill % 4  # what it finds, and up to three batches
                 child = start_child(lambda kill=kill: fill_until_killed(path, told, seed + kill, max_bytes))  # type: ignore[misc]
-                until = time.monotonic() + 60
+                until = time.monotonic() + 300
                 while told.read_text().count("\n") < wanted and time.monotonic() < until:
                     time.sleep(0.001)
                 time.sleep(generator.uniform(0.0, 0.04))
@@ -439,7 +439,7 @@ def refuse(code: int) -> Callable[..., Any]:
 
 def wait_for(file: Path) -> None:
     """Until another process has made it."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while not file.exists():
         assert time.monotonic() < until, f"{file.name} did not come"
         time.sleep(0.002)
