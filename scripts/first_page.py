@@ -27,6 +27,7 @@ from results.files import DOCS
 from attmemo.profiler.peers.paths import PATHS, REUSE
 from attmemo.profiler.peers.verdict import Verdict, verdicts
 from attmemo.profiler.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE, png
+from attmemo.system.machine import conditions
 
 MODELS: Final = {
     "minilm": "MiniLM, embedder", "deberta-loghub": "DeBERTa-v2, 6 layers, classifier",
@@ -41,6 +42,8 @@ SHOWN: Final = {
 """Modes by their label: the method, which of its speeds, and whether it is compared with exact peers alone."""
 PEERS: Final = {True: GREY, False: "#c3ced5"}
 """Colours of peers, exact ones and all."""
+FILES: Final = {True: ("peers", "workloads-amx"), False: ("peers-avx512", "workloads")}
+"""Results beside other runtimes and of workloads, by whether the processor has AMX. README.md shows those with."""
 SIZE: Final = 8
 """Texts at once, of the numbers of README.md."""
 Run = Mapping[str, Any]
@@ -78,28 +81,10 @@ def first_run(peers: Mapping[str, Any]) -> Run:
     )
 
 
-def workloads_of(run: Run) -> str:
-    """The file of workloads on a processor of the same kind."""
-    return "workloads-amx.json" if "amx_bf16" in run["conditions"]["features"] else "workloads.json"
-
-
-def first_table(run: Run, checks: str) -> list[str]:
-    """Speeds of a run by batch size, the best peer behind each; `checks`: when a guard's checks ran."""
-    head = " | ".join(f"batch {size}" for size in run["batch"])
-    lines = [f"| speed (best peer), original model = 1 | {head} |", "|---|" + 3 * "---|"]
-    for label, (path, key, exact) in SHOWN.items():
-        rivals = [best_peer(run, size, key, exact=exact) for size in run["batch"]]
-        own = [speed_of(run, path, size, key) for size in run["batch"]]
-        cells = [f"**{speed:.2f}** ({peer[key]:.2f})" for speed, peer in zip(own, rivals, strict=True)]
-        label += f", checks {checks}, last third" * (path == "rows")
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines
-
-
 def readme(peers: Mapping[str, Any], workloads: Mapping[str, Any]) -> str:
     """The numbers of README.md: one of each mode, at one batch size."""
     run = first_run(peers)
-    name, stream = workloads_of(run), run["stream"]
+    name, stream = f"{FILES[True][1]}.json", run["stream"]
     rows = []
     for label, (path, key, exact) in SHOWN.items():
         peer = best_peer(run, SIZE, key, exact=exact)
@@ -132,41 +117,41 @@ def commits(runs: Iterable[Run]) -> str:
 
 
 def benchmarks(peers: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The tables of docs/measured.md; `other`: one run on a processor of another kind."""
-    runs = [run for run in peers["runs"] if run["model"]["dtype"] == "bfloat16" and "failed" not in run]
-    (beside,) = other["runs"]
-    lines = [
-        "| model | batch | exact | best exact peer | 8 bits | best peer within the budget |",
-        "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    """The table of docs/measured.md; `other`: the same pairs on a processor without a matrix unit."""
+    machines = {"AMX": _measured(peers), "no matrix unit": _measured(other)}
+    columns = [f"{title}: {mode} (best peer)" for title in machines for mode in ("exact", "8 bits")]
+    lines = [f"| model | batch | {' | '.join(columns)} |", f"|---|---|{len(columns) * '---|'}"]
     for name, title in MODELS.items():
-        own = [run for run in runs if run["model"]["name"] == name]
-        for size in own[0]["batch"] if own else ():
-            columns = [
-                [speed_of(run, "none", size) for run in own],
-                [float(best_peer(run, size, exact=True)["speed"]) for run in own],
-                [speed_of(run, "none-int8", size) for run in own],
-                [float(best_peer(run, size)["speed"]) for run in own],
-            ]
-            lines.append(f"| {title} | {size} | {' | '.join(_range(column) for column in columns)} |")
-    streams = dict.fromkeys(run["stream"]["name"] for run in runs)
-    judged = [(run, one) for run in peers["runs"] if "failed" not in run for one in verdicts(run)]
-    machines = {name: machine_of(run["conditions"]) for run in runs for name in [run["model"]["name"]]}
-    places = {title: [MODELS[name] for name, own in machines.items() if own == title] for title in machines.values()}
-    return "\n".join([
-        *lines, "", *(f"* {'; '.join(names)}: {title}." for title, names in places.items()),
-        f"* {len(runs)} runs, bfloat16, of the streams {', '.join(streams)}; {commits(runs)}.",
-        f"* Fastest of all, sorted texts and caches included: {_winners(judged)}.",
-        "", f"{MODELS[beside['model']['name']]}, {machine_of(beside['conditions'])}, {beside['stream']['name']} "
-        f"([data](peers-avx512.json), {commits([beside])}):",
-        "", *first_table(beside, "in requests"),
-    ])  # fmt: skip
+        own = {kind: [run for run in runs if run["model"]["name"] == name] for kind, runs in machines.items()}
+        for size in (1, 8, 32):
+            cells = [
+                _beside_peer(runs, path, size, exact=path == "none")
+                for runs in own.values() for path in ("none", "none-int8")
+            ]  # fmt: skip
+            lines.append(f"| {title} | {size} | {' | '.join(cells)} |")
+    lines.append("")
+    for title, runs in machines.items():
+        streams = dict.fromkeys(run["stream"]["name"] for run in runs)
+        judged = [(run, one) for run in runs for one in verdicts(run)]
+        seen = dict.fromkeys(machine_of(run["conditions"]) for run in runs)
+        lines += [
+            f"* {title}: {'; '.join(seen)}; {len(runs)} runs, bfloat16, of the streams {', '.join(streams)}; "
+            f"{commits(runs)}. Fastest of all, sorted texts and caches included: {_winners(judged)}."
+        ]
+    return "\n".join(lines)
 
 
-def _range(values: Sequence[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+def _measured(found: Mapping[str, Any]) -> list[Run]:
+    return [run for run in found["runs"] if run["model"]["dtype"] == FIRST[2] and "failed" not in run]
+
+
+def _beside_peer(runs: Sequence[Run], path: str, size: int, *, exact: bool) -> str:
+    """Medians of the streams: the speed of a method, and that of the best peer."""
+    if not runs:
+        return "–"
+    own = statistics.median(speed_of(run, path, size) for run in runs)
+    peer = statistics.median(float(best_peer(run, size, exact=exact)["speed"]) for run in runs)
+    return f"**{own:.2f}** ({peer:.2f})"
 
 
 def _winners(judged: Sequence[tuple[Run, Verdict]]) -> str:
@@ -219,12 +204,14 @@ def read(name: str) -> Any:
 
 
 def measure(shared: Path, *, short: bool) -> None:
-    """Run the benchmarks that both pages show; with `short` that of the table in README.md alone."""
+    """Run the benchmarks that the pages show of this kind of processor; with `short` those of README.md alone."""
     scripts = Path(__file__).parent
+    peers, workloads = FILES["amx_bf16" in conditions()["features"]]
     run = partial(subprocess.run, check=True)
-    run([sys.executable, scripts / "bench_peers.py", shared, DOCS, "--first" if short else "--pages"])
+    asked = "--first" if short else "--pages"
+    run([sys.executable, scripts / "bench_peers.py", shared, DOCS, asked, "--name", peers])
     if not short:
-        output = DOCS / workloads_of(first_run(read("peers.json")))
+        output = DOCS / f"{workloads}.json"
         run([sys.executable, scripts / "bench_workloads.py", shared, output, *read(output.name)["streams"]])
         run([sys.executable, scripts / "result_pages.py"])
 
@@ -237,11 +224,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure is not None:
         measure(args.measure, short=args.short)
-    peers = read("peers.json")
-    run = first_run(peers)
-    replace_measured(DOCS.parent / "README.md", readme(peers, read(workloads_of(run))))
-    replace_measured(DOCS / "measured.md", benchmarks(peers, read("peers-avx512.json")))
-    (DOCS / "first-page.png").write_bytes(draw(run))
+    peers, others = (read(f"{name}.json") for name, _ in FILES.values())
+    workloads = read(f"{FILES[True][1]}.json")
+    replace_measured(DOCS.parent / "README.md", readme(peers, workloads))
+    replace_measured(DOCS / "measured.md", benchmarks(peers, others))
+    (DOCS / "first-page.png").write_bytes(draw(first_run(peers)))
 
 
 if __name__ == "__main__":

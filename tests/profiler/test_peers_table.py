@@ -30,7 +30,7 @@ from attmemo.profiler.peers.table import _own_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, SCRIPTS = ROOT / "docs", str(ROOT / "scripts")
-NAMES = ("peers",)
+NAMES = ("peers", "peers-avx512")
 """Results by kind of processor."""
 SIZES = (1, 4)
 
