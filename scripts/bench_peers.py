@@ -10,7 +10,7 @@ Every pair is one process of its own: a pair that fails is written down with its
 result of a pair is in OUT_DIR/peers.json before the next one begins. Runtimes take part where they are installed. One
 that wants other versions of packages is measured by a Python of its own, and joins the pairs that are there:
 
-    /other/venv/bin/python scripts/bench_peers.py ../shared docs --pages --join vllm
+    /other/venv/bin/python scripts/bench_peers.py ../shared docs --pages --join stock,none,vllm
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ FORMAT = "attmemo.peers-matrix/1"
 PATIENCE = 1800  # seconds for one command
 ATTMEMO = (sys.executable, "-c", "from attmemo.cli.app import main; main()")
 STORED = 0.75  # of the first part: behind a database of maps; it is tuned on the others
+SAME = "none"
+"""The path that says how speeds of two runs compare: attmemo exact."""
 QUICK = "stock,openvino-bf16,openvino-int8,onnx-int8,llama-f16,llama-q8,genai,none,none-int8,rows,rows-int8"
 """Paths of the first page: what is slow to begin, and was far behind, is left out."""
 _PLACE = re.compile(r"(?:~|\.)?/(?:[\w.+~-]+/)+")
@@ -156,19 +158,32 @@ def pairs_of(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """An earlier result with the paths of a later one in place of its own; speeds are over the original model.
+    """An earlier result with the paths of a later one in place of its own.
 
-    What holds for the later one alone is beside it, in ``joined``.
+    Speeds are over the original model, which takes another time with other versions of its packages. So where both
+    have attmemo exact, speeds of the later one are those over it times its speed in the earlier one. What holds for
+    the later one alone is beside it, in ``joined``.
     """
-    names = [name for name in new["paths"] if name != "stock"]
+    names = [name for name in new["paths"] if name not in ("stock", SAME)]
+    scales = {}
+    for size in old["batch"]:
+        own, other = (peers_page.cell_of(run, SAME, size) for run in (old, new))
+        if own and other:
+            scales[size] = own["speed"] / other["speed"]
     cells = [cell for cell in old["cells"] if cell["path"] not in names]
-    cells += [cell for cell in new["cells"] if cell["path"] in names]
+    cells += [scaled(cell, scales.get(cell["batch"], 1.0)) for cell in new["cells"] if cell["path"] in names]
     paths = old["paths"] | {name: new["paths"][name] for name in names}
     return old | {
         "paths": paths,
         "cells": cells,
-        "joined": [*old.get("joined", []), new["conditions"] | {"paths": names}],
+        "joined": [*old.get("joined", []), new["conditions"] | {"paths": names, "scales": scales}],
     }
+
+
+def scaled(cell: dict[str, Any], scale: float) -> dict[str, Any]:
+    """A cell with so many times its speeds."""
+    found = {key: scale * cell[key] for key in ("speed", "late_speed") if cell.get(key) is not None}
+    return cell | found | {"speeds": [scale * speed for speed in cell.get("speeds", [])]}
 
 
 def run_all(args: argparse.Namespace) -> None:

@@ -143,7 +143,7 @@ def reuses(cell: Mapping[str, Any]) -> bool:
 
 def _beside(run: Run, one: Any) -> str:
     """How the fastest way of attmemo compares with packed blocks of the same arithmetic."""
-    none = _cell(run, one.own["path"].replace("rows", "none"), one.batch)
+    none = cell_of(run, one.own["path"].replace("rows", "none"), one.batch)
     if none is None or none[one.key] is None:
         return ""
     return f" and {one.own[one.key] / none[one.key]:.2f} times {title_of(none)}"
@@ -187,7 +187,7 @@ def _filled(title: str, head: str, rows: list[tuple[str, ...]]) -> list[str]:
     return [title, *table(" | ".join(names[place] for place in kept), shown)]
 
 
-def _cell(run: Run, path: str, size: int) -> Mapping[str, Any] | None:
+def cell_of(run: Run, path: str, size: int) -> Mapping[str, Any] | None:
     """The cell of a path in the order of arrival, if it has a number."""
     for cell in run["cells"]:
         if (cell["path"], cell["batch"], cell["by_length"]) == (path, size, False) and "speed" in cell:
@@ -229,7 +229,7 @@ def _speeds(group: list[Run]) -> str:
     """Two tables with a row for each stream and batch size."""
     first, second = [], []
     for run, one in _judged(group):
-        none, maps, rows, none8, rows8, cache = (_cell(run, path, one.batch) for path in LINES)
+        none, maps, rows, none8, rows8, cache = (cell_of(run, path, one.batch) for path in LINES)
         peer = _named(one.peer, _speed)
         first.append((
             _place(run, one), f"**{peer}**" if one.peer_wins else peer, _speed(none), _speed(none8), _late_too(rows),
@@ -250,7 +250,7 @@ def _qualities(group: list[Run]) -> str:
     rows = []
     for run, one in _judged(group):
         none8, rows4, rows8, maps = (
-            _cell(run, path, one.batch) for path in ("none-int8", "rows", "rows-int8", "maps")
+            cell_of(run, path, one.batch) for path in ("none-int8", "rows", "rows-int8", "maps")
         )
         rows.append((_place(run, one), _quality(one.peer), *map(_quality, (none8, rows4, rows8, maps))))
     head = "stream, batch | best peer | 8 bits | reuse | reuse, 8 bits | reuse of maps"
@@ -261,7 +261,7 @@ def _methods(group: list[Run]) -> str:
     """Speed of every method, medians over the streams, and the most that it changed."""
     sizes, rows = sorted({size for run in group for size in run["batch"]}), []
     for path, route in PATHS.items():
-        cells = {size: [cell for run in group if (cell := _cell(run, path, size)) is not None] for size in sizes}
+        cells = {size: [cell for run in group if (cell := cell_of(run, path, size)) is not None] for size in sizes}
         every = [cell for own in cells.values() for cell in own]
         if not every:
             continue
@@ -281,7 +281,7 @@ def _set_up(group: list[Run]) -> str:
     size, rows = max(group[0]["batch"]), []
     for path, route in PATHS.items():
         ready = [run["paths"][path] for run in group if "loading_s" in run["paths"].get(path, {})]
-        cells = [cell for run in group if (cell := _cell(run, path, size)) is not None]
+        cells = [cell for run in group if (cell := cell_of(run, path, size)) is not None]
         if ready and cells:
             convert, load = (statistics.median(one[key] for one in ready) for key in ("converting_s", "loading_s"))
             memory = statistics.median(cell["memory"] for cell in cells) / (1 << 20)
@@ -327,7 +327,7 @@ def _conditions(runs: list[Run]) -> str:
     ]  # fmt: skip
     rows = []
     for run in runs:
-        stream, reused = run["stream"], _cell(run, "rows", max(run["batch"]))
+        stream, reused = run["stream"], cell_of(run, "rows", max(run["batch"]))
         rows.append((
             f"{run['model']['name']}, {run['model']['dtype']}, {stream['name']}",
             f"{stream['texts']:,}, {stream['asked_of_all']:,}", f"{stream['tokens_mean']:.0f}",
@@ -381,7 +381,7 @@ def _panel(axes: Any, runs: list[Run], size: int) -> None:
     best = [own[0] if own else np.nan for own in peers]
     axes.barh(range(len(runs)), best, 0.6, color=ORANGE, alpha=0.55, label="best peer within the budget")
     for path, (label, mark) in LINES.items():
-        cells = [_cell(run, path, size) for run in runs]
+        cells = [cell_of(run, path, size) for run in runs]
         speeds = [np.nan if cell is None else cell["speed"] for cell in cells]
         if not np.isnan(speeds).all():
             axes.plot(speeds, range(len(runs)), mark, color=color_of(path), label=label, markersize=5)

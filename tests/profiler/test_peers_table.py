@@ -417,6 +417,18 @@ class TestScript:
         assert [cell["speed"] for cell in joined["cells"] if cell["path"] != "stock"] == [3.0, 2.6]
         assert joined["joined"][0]["paths"] == ["openvino-int8", "rows", "onnx"]
 
+    def test_speeds_of_a_run_that_joins_are_those_over_attmemo_exact(self, script: ModuleType) -> None:
+        """The original model of the other environment takes twice as long: all that is beside it looks fast."""
+        first, later = made_up(2.0, 2.5), made_up(4.0, 5.0)
+        for run, speed in ((first, 3.0), (later, 6.0)):
+            run["paths"]["none"] = run["paths"]["rows"]
+            run["cells"].append(run["cells"][2] | {"path": "none", "speed": speed, "late_speed": speed})
+        del later["paths"]["rows"]
+        joined = script.joined(first, later)
+        speeds = {cell["path"]: cell["speed"] for cell in joined["cells"]}
+        assert speeds == {"stock": 1.0, "none": 3.0, "rows": 2.5, "openvino-int8": 2.0}
+        assert joined["joined"][0]["scales"] == {8: 0.5}
+
     @pytest.mark.parametrize("shape", ["bge-small", "modernbert-base", "qwen3-embedding"])
     def test_a_shape_is_an_embedder_that_loads(self, script: ModuleType, tmp_path: Path, shape: str) -> None:
         inputs = importlib.import_module("peers_inputs")
