@@ -48,7 +48,7 @@ def test_an_answer_that_came_too_late_is_not_that_of_the_next_call(tmp_path: Pat
     with Process(Path, tmp_path / "pipe") as process:
         process.patience = 0.01
         with pytest.raises(ProcessError, match=r"^took more than 0 s$"):
-            process.call(Path.read_text)  # it waits until somebody writes
+            process.call(Path.read_text)  # it waits until something is written
         (tmp_path / "pipe").write_text("late")
         process.patience = None
         assert process.call(Path.is_fifo) is True
