@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import in_child
 from guarded import BOTH, LENGTHS, Case, done, field, rows_of, run, taught, until, worst
 from packed_models import NEAR, Inputs, gap
 from packed_models import batch as batch_of
@@ -240,11 +240,11 @@ class TestForgotten:
 
     def test_in_a_forked_child(self, case: Case) -> None:
         model = owing(case)
-        child = os.fork()
-        if child == 0:
-            os._exit(len(list(model.attmemo.deferred._taken(100, AT_ONCE))))
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+
+        def take() -> None:
+            assert model.attmemo.deferred._take(AT_ONCE) is None
+
+        assert in_child(take) == 0
         assert len(model.attmemo.deferred) == len(LENGTHS)
 
     def test_nothing_is_forgotten_while_threads_ask(self, case: Case) -> None:
