@@ -56,8 +56,8 @@ def peers(
     max_length: options.MaxLength = None,
     paths: Annotated[Any, typer.Option(
         metavar="NAME,NAME,…", parser=parse_names, show_default=False,
-        help="Only these: stock, compile, openvino-f32, openvino-bf16, openvino-int8, onnx, onnx-int8, llama-f16, "
-        "llama-q8, vllm, genai, fastembed, model2vec, none, maps, rows, none-int8, rows-int8, cache.  "
+        help="Only these: stock, compile, zentorch, openvino-f32, openvino-bf16, openvino-int8, onnx, onnx-int8, "
+        "llama-f16, llama-q8, vllm, genai, fastembed, model2vec, none, maps, rows, none-int8, rows-int8, cache.  "
         "[default: all that are installed]",
     )] = None,
     database: Annotated[Path | None, typer.Option(
