@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from children import in_child
 from guarded import until
 
 from attmemo.guard import idle
@@ -222,14 +223,14 @@ def test_a_worker_that_nothing_holds_ends_its_thread(monkeypatch: pytest.MonkeyP
 def test_a_forked_child_works_in_a_thread_of_its_own() -> None:
     worker = Worker(parts=2)
     worker.idle.began()  # of the parent: the child must not wait for its end
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
         worker.idle.began()
         worker.idle.ended()
         worker.idle.wake()
-        os._exit(0 if until(lambda: worker.parts == 0) else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        assert until(lambda: worker.parts == 0)
+
+    assert in_child(work) == 0
     assert worker.parts == 2
     worker.idle.close()
 
@@ -278,11 +279,12 @@ def test_a_fork_waits_for_the_part_that_is_done() -> None:
     worker.idle.wake()
     assert inside.wait(10)
     threading.Timer(0.2, go.set).start()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if worker.threads == [1] and worker.idle._thread is None else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def look() -> None:
+        assert worker.threads == [1]
+        assert worker.idle._thread is None
+
+    assert in_child(look) == 0
     worker.idle.close()
 
 

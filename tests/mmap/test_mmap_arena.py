@@ -11,16 +11,14 @@ import gc
 import mmap
 import os
 import re
-import resource
 import signal
 import sys
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from children import in_child
 from mmap_tools import pretend_huge, smaps
 
 from attmemo.errors import DatabaseError, DatabaseNotFoundError, DatabaseTruncatedError, PageSizeError
@@ -52,25 +50,6 @@ def write_arena(path: Path, layout: SlotLayout, first: int = 0) -> torch.Tensor:
             file.write(slot.view(torch.uint8).numpy().tobytes())
             file.write(b"\xff" * (layout.stride - layout.nbytes))
     return slots
-
-
-def in_child(body: Callable[[], None]) -> int:
-    """Run in a forked child and return its exit code: 0, 1 after an exception, negative for a signal."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns of fork in a process with threads
-        pid = os.fork()
-    if pid == 0:
-        try:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.alarm(600)
-            torch.set_num_threads(1)  # OpenMP's threads did not come along: waiting for them would be for ever
-            body()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.fixture

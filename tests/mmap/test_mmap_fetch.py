@@ -9,19 +9,16 @@ from __future__ import annotations
 import gc
 import os
 import random
-import signal
-import sys
 import tempfile
 import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from children import in_child
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mmap_tools import make_arena
@@ -54,25 +51,6 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
     assert layout.dense
     with make_arena(tmp_path / "arena.bin", layout) as opened:
         yield opened
-
-
-def in_child(body: Callable[[], None]) -> None:
-    """Run in a forked child; an exception there, or a signal, fails the test here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns of fork in a process with threads
-        pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(600)
-            torch.set_num_threads(1)  # OpenMP's threads did not come along: waiting for them would be for ever
-            body()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-    status = os.waitpid(pid, 0)[1]
-    assert os.waitstatus_to_exitcode(status) == 0, "the child failed or was killed (negative: by that signal)"
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -382,7 +360,7 @@ def test_near_the_limit_of_mappings_batches_are_copied_and_the_process_lives(are
             pass
         assert fresh.fallbacks == 0
 
-    in_child(body)
+    assert in_child(body) == 0
 
 
 def test_a_window_that_the_kernel_refuses_half_way_is_never_read(
@@ -415,7 +393,7 @@ def test_a_window_that_the_kernel_refuses_half_way_is_never_read(
             fetcher.close()
         assert 0 < refused < 5
 
-    in_child(body)
+    assert in_child(body) == 0
 
 
 def test_a_forked_child_fetches_for_itself_and_the_parent_goes_on(arena: Arena) -> None:
@@ -431,7 +409,7 @@ def test_a_forked_child_fetches_for_itself_and_the_parent_goes_on(arena: Arena) 
             fetcher.close()
             assert torch.equal(batch[1], arena.slot(2))
 
-        in_child(body)
+        assert in_child(body) == 0
         assert torch.equal(batch[0], arena.slot(1))
         assert torch.equal(batch[1], arena.slot(2))
     with fetcher.fetch(arena, [3]) as again:
@@ -449,7 +427,7 @@ def test_an_inherited_window_says_so_by_name(arena: Arena) -> None:
             with pytest.raises(WindowError, match="fork"):
                 use()
 
-    in_child(body)
+    assert in_child(body) == 0
     assert torch.equal(show()[0], arena.slot(1))
 
 

@@ -9,16 +9,14 @@ import mmap
 import os
 import random
 import re
-import signal
 import sys
 import threading
-import traceback
-import warnings
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from children import in_child
 from torch.utils.dlpack import from_dlpack
 from window_tools import PAGE, Pages, numbers, readable
 
@@ -55,24 +53,6 @@ def reserved() -> int:
 def inside(window: Pages) -> list[tuple[int, int, str]]:
     """The mappings that begin in the window."""
     return [m for m in mappings() if window.address <= m[0] < window.address + window.capacity]
-
-
-def in_child(body: Callable[[], None]) -> None:
-    """Run in a forked child; an exception there, or a signal, fails the test here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns of fork in a process with threads; this child starts none
-        pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(600)
-            body()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-    status = os.waitpid(pid, 0)[1]
-    assert os.waitstatus_to_exitcode(status) == 0, "the child failed or was killed (negative: by that signal)"
 
 
 def test_slots_appear_side_by_side_in_the_order_asked(fd: int) -> None:
@@ -404,7 +384,7 @@ def test_running_out_of_mappings_half_way_leaves_no_mixed_window(fd: int) -> Non
         assert max(blamed) == SLOTS, blamed
         assert len(blamed) > 8, blamed
 
-    in_child(body)
+    assert in_child(body) == 0
 
 
 @fillable
@@ -422,7 +402,7 @@ def test_at_the_limit_a_window_can_still_go_dark_and_recover(fd: int) -> None:
             window.map(fd, numbers(9))
             assert window.seen() == [9]
 
-    in_child(body)
+    assert in_child(body) == 0
 
 
 def test_a_huge_page_file_cannot_spill_over_the_end_of_the_window(fd: int) -> None:
@@ -510,7 +490,7 @@ def test_a_forked_child_gets_an_error_and_does_the_parent_no_harm(fd: int) -> No
         own.map(fd, numbers(7))
         assert own.seen() == [7]
 
-    in_child(body)
+    assert in_child(body) == 0
     assert held[0].seen() == [1, 3]
     held[0].map(fd, numbers(5))
     assert held[0].seen() == [5]
