@@ -164,7 +164,8 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     have attmemo exact, speeds of the later one are those over it times its speed in the earlier one. What holds for
     the later one alone is beside it, in ``joined``.
     """
-    names = [name for name in new["paths"] if name not in ("stock", SAME)]
+    kept = {"stock", SAME} & old["paths"].keys()
+    names = [name for name in new["paths"] if name not in kept]
     scales = {}
     for size in old["batch"]:
         own, other = (peers_page.cell_of(run, SAME, size) for run in (old, new))

@@ -428,6 +428,10 @@ class TestScript:
         speeds = {cell["path"]: cell["speed"] for cell in joined["cells"]}
         assert speeds == {"stock": 1.0, "none": 3.0, "rows": 2.5, "openvino-int8": 2.0}
         assert joined["joined"][0]["scales"] == {8: 0.5}
+        del first["paths"]["none"]
+        first["cells"].pop()
+        joined = script.joined(first, later)
+        assert {cell["path"]: cell["speed"] for cell in joined["cells"]}["none"] == 6.0, "it joins where there is none"
 
     @pytest.mark.parametrize("shape", ["bge-small", "modernbert-base", "qwen3-embedding"])
     def test_a_shape_is_an_embedder_that_loads(self, script: ModuleType, tmp_path: Path, shape: str) -> None:
