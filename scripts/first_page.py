@@ -123,7 +123,7 @@ def benchmarks(peers: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     lines = [f"| model | batch | {' | '.join(columns)} |", f"|---|---|{len(columns) * '---|'}"]
     for name, title in MODELS.items():
         own = {kind: [run for run in runs if run["model"]["name"] == name] for kind, runs in machines.items()}
-        for size in (1, 8, 32):
+        for size in machines["AMX"][0]["batch"]:
             cells = [
                 _beside_peer(runs, path, size, exact=path == "none")
                 for runs in own.values() for path in ("none", "none-int8")
