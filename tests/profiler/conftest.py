@@ -1,4 +1,4 @@
-"""What tests of the profiler share: later lines of the same services, and a tiny model."""
+"""What tests of the profiler share: later lines of the same services."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import LoadedModel, load_model
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +18,3 @@ def later(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, part in files.items():
         (folder / f"{name}.log").write_text("".join(f"{line}\n" for line in part))
     return {name: folder / f"{name}.log" for name in files}
-
-
-@pytest.fixture
-def loaded(tiny_bert: str) -> LoadedModel:
-    return load_model(tiny_bert)

@@ -281,8 +281,9 @@ class TestAnswers:
 
 class TestControls:
     def test_serve_their_own_maps_and_give_way_again(
-        self, loaded: LoadedModel, bert_database: Path, log_lines: list[str]
+        self, tiny_bert: str, bert_database: Path, log_lines: list[str]
     ) -> None:
+        loaded = load_model(tiny_bert)
         prepared = prepare(loaded, tokenize(loaded, log_lines[:16], 48), 8)
         model: Any = memoize(loaded.model, 0.0, bert_database, gate=False)
         before = ask(loaded, prepared)
