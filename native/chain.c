@@ -259,6 +259,8 @@ static Product ready(const Chain *chain, size_t block, size_t layer, const Ways 
     product.add_line = product.outputs * chain->item;
     product.out = out;
     product.ahead = ways->normed;
+    if (layer + 1 < LAYERS || block + 1 < chain->count)
+        product.later = &chain->links[block + (layer + 1) / LAYERS].layers[(layer + 1) % LAYERS];
     return product;
 }
 

@@ -7,7 +7,8 @@
  * A task is a chunk of rows and some panels of columns. Its thread takes the rows (in 8 bits: turns them into codes),
  * then multiplies: rows and a panel stay in the processor's cache, and no thread waits for another. Where rows are few, a
  * chunk has several tasks, and each of them makes the codes anew: the same bytes. The result of a row depends on this
- * row alone.
+ * row alone. Neighbouring tasks are one thread's, so it knows which weights it reads next, and asks for them in time. What
+ * it has not begun when another thread has nothing left to do, that one takes.
  *
  * THE END of rows, such as a norm, is the business of the thread that does a chunk's last task: rows are in a cache still,
  * and no thread is woken for a few of them.
@@ -90,7 +91,9 @@ typedef struct {
     size_t widest;                        /* inputs of a layer, a whole number of LINE */
     size_t scratch_bytes;
     char *scratch; /* of all threads */
-    atomic_size_t next, threads;
+    size_t team; /* threads that are asked for: so many parts have the tasks */
+    atomic_size_t threads;
+    atomic_size_t *next; /* task of each part */
     atomic_size_t *left; /* tasks of each chunk that are not done */
 } Job;
 
@@ -125,35 +128,61 @@ static void pass_through(const Job *job, size_t first, size_t count, Rows *rows)
         if (ends_inside)
             layer.out = (char *)own;
         layer.tiled = tiled = ends_inside && kernel->can_tile && kernel->can_tile(&layer);
-        kernel->multiply(&layer, ends_inside ? 0 : first, count, rows, 0, panels_of(&layer));
+        kernel->multiply(&layer, ends_inside ? 0 : first, count, rows, 0, panels_of(&layer), NULL);
         if (has_end(&layer) && !ends_inside)
             kernel->end(&layer, first, count);
     }
     rows->codes = codes;
 }
 
+/* The first panel of a chunk's task. */
+static size_t first_panel(const Job *job, size_t group)
+{
+    return group * job->panels / job->groups;
+}
+
+/* Where the tasks of a thread begin: neighbours, for which it asks ahead. */
+static size_t first_task(const Job *job, size_t part)
+{
+    return part * job->chunks * job->groups / job->team;
+}
+
+/* The weights that a thread probably reads behind a task of its part; NULL: it has them, or they are not known. */
+static const char *next_weights(const Job *job, size_t part, size_t task)
+{
+    const Product *product = &job->layers[0], *later = product->later;
+    const size_t group = (task + 1) % job->groups;
+    if (task + 1 < first_task(job, part + 1))
+        return group ? product->weights + first_panel(job, group) * product->panel_bytes : NULL;
+    return later ? later->weights + part * panels_of(later) / job->team * later->panel_bytes : NULL;
+}
+
 static void work(void *argument)
 {
     Job *job = argument;
     const Product *product = &job->layers[0];
-    char *scratch = job->scratch + atomic_fetch_add(&job->threads, 1) * job->scratch_bytes;
+    const size_t own = atomic_fetch_add(&job->threads, 1);
+    char *scratch = job->scratch + own * job->scratch_bytes;
     Rows rows = {.wide = (float *)scratch, .code_line = job->widest * job->kernel->kept};
     rows.codes = (uint8_t *)scratch + job->widest * sizeof(float);
     size_t taken = job->chunks;
-    for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < job->chunks * job->groups;) {
-        size_t chunk = task / job->groups, group = task % job->groups, first = edge(job, chunk);
-        size_t count = edge(job, chunk + 1) - first;
-        if (job->layered > 1) {
-            pass_through(job, first, count, &rows);
-            continue;
+    for (size_t part = own, turn = 0; turn < job->team; turn++, part = (part + 1) % job->team) {
+        const size_t end = first_task(job, part + 1);
+        for (size_t task; (task = atomic_fetch_add(&job->next[part], 1)) < end;) {
+            const size_t chunk = task / job->groups, group = task % job->groups, first = edge(job, chunk);
+            const size_t count = edge(job, chunk + 1) - first;
+            if (job->layered > 1) {
+                pass_through(job, first, count, &rows);
+                continue;
+            }
+            if (chunk != taken)
+                job->kernel->take(product, first, count, &rows);
+            taken = chunk;
+            job->kernel->multiply(product, first, count, &rows, first_panel(job, group), first_panel(job, group + 1),
+                                  next_weights(job, part, task));
+            if (has_end(product) && atomic_fetch_sub(&job->left[chunk], 1) == 1)
+                job->kernel->end(product, first, count);
         }
-        if (chunk != taken)
-            job->kernel->take(product, first, count, &rows);
-        taken = chunk;
-        job->kernel->multiply(product, first, count, &rows, group * job->panels / job->groups,
-                              (group + 1) * job->panels / job->groups);
-        if (has_end(product) && atomic_fetch_sub(&job->left[chunk], 1) == 1)
-            job->kernel->end(product, first, count);
     }
 }
 
@@ -201,10 +230,14 @@ static bool run(Job *job, size_t threads)
     job->room = round_to((job->whole + job->chunks - 1) / job->chunks * job->kernel->group, 2 * job->kernel->group);
     job->scratch_bytes = job->widest * (sizeof(float) + job->room * (job->kernel->kept + inside));
     void *scratch;
-    if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes + job->chunks * sizeof *job->left) != 0)
+    if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes + (threads + job->chunks) * sizeof *job->left) != 0)
         return false;
+    job->team = threads;
     job->scratch = scratch;
-    job->left = (atomic_size_t *)(job->scratch + threads * job->scratch_bytes);
+    job->next = (atomic_size_t *)(job->scratch + threads * job->scratch_bytes);
+    job->left = job->next + threads;
+    for (size_t i = 0; i < threads; i++)
+        atomic_init(&job->next[i], first_task(job, i));
     for (size_t i = 0; i < job->chunks; i++)
         atomic_init(&job->left[i], job->groups);
     share(work, job, threads);

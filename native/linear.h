@@ -65,7 +65,7 @@ typedef struct {
  * without it, the residual is a part of each number), they are normed again (`norm`), and the next norm of them goes
  * elsewhere (`next`). Or they are heads.
  */
-typedef struct {
+typedef struct Product {
     enum type type, out_type; /* of x; of add and out */
     const char *x, *add; /* add: NULL without a residual */
     char *out;
@@ -81,6 +81,7 @@ typedef struct {
     char *ahead;      /* where `next` goes, rows without gaps */
     bool tiled;       /* out is `codes` of the layer that comes next, laid out as its `take` would */
     const Heads *heads; /* or NULL */
+    const struct Product *later; /* what is computed next, or NULL: its weights are asked for */
 } Product;
 
 static inline size_t panels_of(const Product *product)
@@ -113,8 +114,10 @@ typedef struct {
     size_t kept; /* bytes that `take` keeps of a number of a row; 0: rows are read where they lie */
     /* Make rows first ... first + count of x ready. */
     void (*take)(const Product *product, size_t first, size_t count, Rows *rows);
-    /* The same rows of the result, columns of panels panel ... end - 1. */
-    void (*multiply)(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end);
+    /* The same rows of the result, columns of panels panel ... end - 1. `then`: the panel that this thread probably reads
+     * next, or NULL. */
+    void (*multiply)(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end,
+                     const char *then);
     /* These rows of the result are ended. */
     void (*end)(const Product *product, size_t first, size_t count);
     /* Whether `multiply` can give this result tiled. NULL: none. */

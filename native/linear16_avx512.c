@@ -46,7 +46,7 @@ INLINE void add_pair(const char *from, size_t line, size_t bytes, const char *we
 
 /* Sums of products: `rows` rows, PANEL columns. Each sum is made in the order of the pairs. */
 INLINE void sum_products(const char *first, size_t line, const char *weights, size_t inputs, int rows,
-                         float (*sums)[PANEL])
+                         float (*sums)[PANEL], const char *ahead, int asking)
 {
     for (int part = 0; part < PANEL; part += COLUMNS * LANES) {
         __m512 held[ROWS][COLUMNS];
@@ -56,8 +56,11 @@ INLINE void sum_products(const char *first, size_t line, const char *weights, si
         const char *from = first;
         size_t left = inputs;
         for (; left >= 2 * PAIRS; left -= 2 * PAIRS, weights += STEP_BYTES)
-            for (size_t pair = 0; pair < PAIRS; pair++, from += 4)
+            for (size_t pair = 0; pair < PAIRS; pair++, from += 4) {
+                if (pair % BURST == 0)
+                    ahead = ask_ahead(ahead, BURST * asking);
                 add_pair(from, line, 4, weights + pair * LINE, rows, held);
+            }
         if (left) { /* a part of a step */
             const char *at = weights;
             for (weights += STEP_BYTES; left >= 2; left -= 2, from += 4, at += LINE)

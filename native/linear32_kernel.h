@@ -10,8 +10,9 @@ enum { AHEAD = 24 }; /* inputs, 6 KiB of a panel: with few rows, memory is what 
 
 /* Sums of products: `rows` rows, PANEL columns. Each sum is made in the order of the inputs. */
 INLINE void sum_products(const char *from, size_t line, const char *weights, size_t inputs, int rows,
-                         float (*sums)[PANEL])
+                         float (*sums)[PANEL], const char *ahead, int asking)
 {
+    (void)ahead, (void)asking; /* weights are asked for where they are read: that is as fast */
     for (int part = 0; part < PANEL; part += COLUMNS * LANES) {
         vector held[ROWS][COLUMNS] = {0};
         const float *at = (const float *)weights + part;

@@ -7,9 +7,11 @@
 #define SUM int32_t
 #include "linear_finish.h"
 
+enum { NEAR = 16 }; /* steps, 4 KiB of a panel */
+
 /* Sums of products of codes: `rows` rows, PANEL columns. */
 INLINE void sum_products(const char *codes, size_t line, const char *weights, size_t inputs, int rows,
-                         int32_t (*sums)[PANEL])
+                         int32_t (*sums)[PANEL], const char *ahead, int asking)
 {
     const size_t quads = (inputs + 3) / 4;
     for (int part = 0; part < PANEL; part += COLUMNS * LANES) {
@@ -17,9 +19,13 @@ INLINE void sum_products(const char *codes, size_t line, const char *weights, si
         const char *at = weights + 4 * part;
         for (size_t quad = 0; quad < quads; quad++, at += 4 * PANEL) {
             Opened columns[COLUMNS];
+            if (rows > 1 && quad % BURST == 0) /* one row waits for what it reads, whatever is asked for */
+                ahead = ask_ahead(ahead, BURST * asking);
 #pragma GCC unroll 4
-            for (int c = 0; c < COLUMNS; c++)
+            for (int c = 0; c < COLUMNS; c++) {
                 columns[c] = open_weights(*(const integers *)(at + 4 * LANES * c));
+                __builtin_prefetch(at + NEAR * 4 * PANEL + 4 * LANES * c);
+            }
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
                 int32_t four;

@@ -72,14 +72,6 @@ INLINE void finish_behind(const Product *product, size_t first, const Rows *rows
     }
 }
 
-/* Lines of weights, for the second cache; they need not be there. */
-INLINE const char *ask_ahead(const char *weights, int lines)
-{
-    for (const char *end = weights + lines * LINE; weights < end; weights += LINE)
-        _mm_prefetch(weights, _MM_HINT_T1);
-    return weights;
-}
-
 INLINE void multiply_as(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end,
                         enum ending ending)
 {
@@ -162,8 +154,10 @@ INLINE void multiply_as(const Product *product, size_t first, size_t count, cons
     finish_behind(product, first, rows, &next, next.count, ending);
 }
 
-static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end)
+static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end,
+                     const char *then)
 {
+    (void)then;
     switch (ending_of(product)) {
     case PLAIN:
         multiply_as(product, first, count, rows, panel, end, PLAIN);

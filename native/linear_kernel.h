@@ -5,6 +5,16 @@
 
 #include "linear.h"
 
+enum { BURST = 4 }; /* steps that ask for weights once: each time costs some instructions */
+
+/* Lines of weights, for the second cache; they need not be there. */
+INLINE const char *ask_ahead(const char *weights, int lines)
+{
+    for (const char *end = weights + lines * LINE; weights < end; weights += LINE)
+        __builtin_prefetch(weights, 0, 2);
+    return weights;
+}
+
 #ifdef BFLOATS
 #ifndef NARROW_BFLOATS
 #define NARROW_BFLOATS(to, v) STORE_BFLOATS(to, (integers)round_bfloat16(v) >> 16)

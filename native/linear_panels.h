@@ -2,7 +2,15 @@
  * linear_panels.h: products of rows, panel after panel: of rows that are read where they lie, or of their codes. Included
  * behind linear_finish.h, by files that define before: sum_products (the sums of some rows and a panel of weights), and for
  * codes ENCODE (`encode`, or what does the same).
+ *
+ * WEIGHTS come from far once, and a panel meets the rows of a task some at a time. While it does, the panel that is read
+ * next is asked for, step by step: memory and arithmetic work at the same time.
  */
+
+enum {
+    STEP_LINES = COLUMNS * LANES * 4 / LINE, /* of weights that a step reads */
+    ASKED_LINES = STEP_LINES > 0 ? STEP_LINES : 1,
+};
 
 static void take(const Product *product, size_t first, size_t count, Rows *rows)
 {
@@ -18,16 +26,21 @@ static void take(const Product *product, size_t first, size_t count, Rows *rows)
 #endif
 }
 
-static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
+/* `next`: the panel that is read behind this one, or NULL. */
+static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel,
+                           const char *next)
 {
     const char *weights = product->weights + panel * product->panel_bytes;
     const End end = end_of(product, panel);
     SUM sums[ROWS][PANEL] __attribute__((aligned(LINE)));
-    for (size_t done = 0; done < count;) {
+    const size_t groups = (count + ROWS - 1) / ROWS;
+    const int lines = (int)((ASKED_LINES + groups - 1) / groups);
+    for (size_t done = 0, asked = 0; done < count; asked += (size_t)lines) {
         const char *from = rows->from + done * rows->line;
-        int some = next_rows(count - done);
+        const int some = next_rows(count - done), asking = next && asked < ASKED_LINES ? lines : 0;
+        const char *ahead = asking ? next + asked * (product->panel_bytes / ASKED_LINES) : weights;
         switch (some) {
-#define CALL(n) sum_products(from, rows->line, weights, product->inputs, n, sums)
+#define CALL(n) sum_products(from, rows->line, weights, product->inputs, n, sums, ahead, asking)
             CASES(CALL)
 #undef CALL
         }
@@ -36,8 +49,10 @@ static void multiply_panel(const Product *product, size_t first, size_t count, c
     }
 }
 
-static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end)
+static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end,
+                     const char *then)
 {
     for (; panel < end; panel++)
-        multiply_panel(product, first, count, rows, panel);
+        multiply_panel(product, first, count, rows, panel,
+                       panel + 1 < end ? product->weights + (panel + 1) * product->panel_bytes : then);
 }
