@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*$")
+_MKL = re.compile(r"/lib(torch_cpu|mkl_rt)\b[^/]*$")  # a wheel of torch has it inside
 
 
 def join_torch(use_team: Callable[[str], bool]) -> bool:
@@ -31,22 +32,30 @@ def leave_team() -> None:
     all sleep between two operations and not spin, those of requests too: a request of 15 rows, made of 40 operations,
     took 20 ms in place of 10 while a second thread had a team. `torch.set_num_threads` would change the number for
     every thread that begins later.
+
+    MKL, which torch multiplies float32 with, asks for a team of a size of its own.
     """
     torch.get_num_threads()  # torch sets the number of a thread once: before we do
-    for path in _libraries():
-        change = getattr(ctypes.CDLL(path), "omp_set_num_threads", None)
-        if change is not None:
-            change(1)
+    for paths, name in ((_libraries(), "omp_set_num_threads"), (_loaded(_MKL), "MKL_Set_Num_Threads_Local")):
+        for path in paths:
+            change = getattr(ctypes.CDLL(path), name, None)
+            if change is not None:
+                change(1)
 
 
-def _libraries() -> list[str]:
-    """Paths of the OpenMP library that torch uses; none if it is not known."""
+def _loaded(names: re.Pattern[str]) -> list[str]:
+    """Paths of libraries of these names in the process; none if they are not known."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return []
-    loaded = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
-    teams = sorted(path for path in loaded if _OPENMP.search(path))
+    parts = [line.split(maxsplit=5) for line in lines]
+    return sorted({found[5] for found in parts if len(found) == 6 and names.search(found[5])})
+
+
+def _libraries() -> list[str]:
+    """Paths of the OpenMP library that torch uses; none if it is not known."""
+    teams = _loaded(_OPENMP)
     home = str(Path(torch.__file__).parent)
     # A wheel brings its own; a distribution's torch uses the system's. Others (numpy's, faiss's) are other pools.
     torchs = [path for path in teams if path.startswith((home + "/", home + ".libs/"))]
