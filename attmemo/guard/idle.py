@@ -22,7 +22,9 @@ _LOG = logging.getLogger("attmemo")
 QUIET: Final = 0.002
 """Seconds without a request after which work may begin, if it ends before the next request is expected."""
 LONG: Final = 0.1
-"""Seconds without a request after which work may begin whatever is expected."""
+"""Seconds without a request after which work may begin whatever is expected, if a request is not just due."""
+OVERDUE: Final = 2.0
+"""Times the expected pause after which a request is no longer due: requests have ended for now."""
 GAPS: Final = 8
 """Pauses between requests that tell how long the next one is: the second shortest of them."""
 FIRST: Final = 0.01
@@ -144,7 +146,7 @@ class Idle:
             self._see_part()
             if passed + self._part_takes <= self._expected:
                 return 0.0
-            return max(max(LONG, self._quiet) - passed, 0.0)
+            return max(max(LONG, self._quiet, OVERDUE * self._expected) - passed, 0.0)
 
     @property
     def look(self) -> float:

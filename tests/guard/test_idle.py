@@ -14,7 +14,7 @@ from children import in_child
 from guarded import until
 
 from attmemo.guard import idle
-from attmemo.guard.idle import GAPS, LONG, NICE, Idle
+from attmemo.guard.idle import GAPS, LONG, NICE, OVERDUE, Idle
 
 
 class Worker:
@@ -93,6 +93,16 @@ def test_work_begins_early_only_if_it_will_end_before_the_next_request(monkeypat
         worker = after_requests(clock, gaps, 0.02)
         clock.now += 0.003
         assert worker.idle.wait() == pytest.approx(LONG - 0.003), "pauses are not known, or often shorter"
+
+
+def test_after_a_long_pause_no_work_begins_just_as_the_next_request_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 0.002)
+    clock = Clock(monkeypatch)
+    worker = after_requests(clock, [0.2] * GAPS, 0.02)
+    clock.now += 0.19
+    assert worker.idle.wait() == pytest.approx(OVERDUE * 0.2 - 0.19), "a request is due"
+    clock.now += OVERDUE * 0.2 - 0.19
+    assert worker.idle.wait() == 0.0, "requests have ended"
 
 
 def test_who_has_pauses_for_work_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
