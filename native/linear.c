@@ -6,7 +6,7 @@
  *
  * A task is a chunk of rows and some panels of columns. Its thread takes the rows (in 8 bits: turns them into codes),
  * then multiplies: rows and a panel stay in the processor's cache, and no thread waits for another. Where rows are few, a
- * chunk has several tasks, and each of them makes the codes anew: the same bytes. The result of a row depends on this
+ * chunk has several tasks, and each thread makes the codes anew: the same bytes. The result of a row depends on this
  * row alone. Neighbouring tasks are one thread's, so it knows which weights it reads next, and asks for them in time. What
  * it has not begun when another thread has nothing left to do, that one takes.
  *
@@ -93,7 +93,7 @@ typedef struct {
     char *scratch; /* of all threads */
     size_t team; /* threads that are asked for: so many parts have the tasks */
     atomic_size_t threads;
-    atomic_size_t *next; /* task of each part */
+    atomic_size_t *next; /* the next task of each part */
     atomic_size_t *left; /* tasks of each chunk that are not done */
 } Job;
 
@@ -147,14 +147,16 @@ static size_t first_task(const Job *job, size_t part)
     return part * job->chunks * job->groups / job->team;
 }
 
-/* The weights that a thread probably reads behind a task of its part; NULL: it has them, or they are not known. */
+/* The weights that a thread probably reads behind a task of its part, or NULL. */
 static const char *next_weights(const Job *job, size_t part, size_t task)
 {
     const Product *product = &job->layers[0], *later = product->later;
     const size_t group = (task + 1) % job->groups;
     if (task + 1 < first_task(job, part + 1))
-        return group ? product->weights + first_panel(job, group) * product->panel_bytes : NULL;
-    return later ? later->weights + part * panels_of(later) / job->team * later->panel_bytes : NULL;
+        return product->weights + first_panel(job, group) * product->panel_bytes;
+    if (!later || job->chunks > 1)
+        return NULL;
+    return later->weights + part * panels_of(later) / job->team * later->panel_bytes;
 }
 
 static void work(void *argument)
@@ -168,6 +170,8 @@ static void work(void *argument)
     size_t taken = job->chunks;
     for (size_t part = own, turn = 0; turn < job->team; turn++, part = (part + 1) % job->team) {
         const size_t end = first_task(job, part + 1);
+        if (atomic_load_explicit(&job->next[part], memory_order_relaxed) >= end)
+            continue;
         for (size_t task; (task = atomic_fetch_add(&job->next[part], 1)) < end;) {
             const size_t chunk = task / job->groups, group = task % job->groups, first = edge(job, chunk);
             const size_t count = edge(job, chunk + 1) - first;

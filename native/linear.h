@@ -81,7 +81,7 @@ typedef struct Product {
     char *ahead;      /* where `next` goes, rows without gaps */
     bool tiled;       /* out is `codes` of the layer that comes next, laid out as its `take` would */
     const Heads *heads; /* or NULL */
-    const struct Product *later; /* what is computed next, or NULL: its weights are asked for */
+    const struct Product *later; /* what is probably computed next, or NULL: its weights are asked for */
 } Product;
 
 static inline size_t panels_of(const Product *product)

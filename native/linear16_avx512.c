@@ -58,7 +58,7 @@ INLINE void sum_products(const char *first, size_t line, const char *weights, si
         for (; left >= 2 * PAIRS; left -= 2 * PAIRS, weights += STEP_BYTES)
             for (size_t pair = 0; pair < PAIRS; pair++, from += 4) {
                 if (pair % BURST == 0)
-                    ahead = ask_ahead(ahead, BURST * asking);
+                    ahead = ask_ahead(ahead, asking);
                 add_pair(from, line, 4, weights + pair * LINE, rows, held);
             }
         if (left) { /* a part of a step */

@@ -20,11 +20,12 @@ INLINE void sum_products(const char *codes, size_t line, const char *weights, si
         for (size_t quad = 0; quad < quads; quad++, at += 4 * PANEL) {
             Opened columns[COLUMNS];
             if (rows > 1 && quad % BURST == 0) /* one row waits for what it reads, whatever is asked for */
-                ahead = ask_ahead(ahead, BURST * asking);
+                ahead = ask_ahead(ahead, asking);
 #pragma GCC unroll 4
             for (int c = 0; c < COLUMNS; c++) {
                 columns[c] = open_weights(*(const integers *)(at + 4 * LANES * c));
-                __builtin_prefetch(at + NEAR * 4 * PANEL + 4 * LANES * c);
+                if (4 * LANES * c % LINE == 0)
+                    __builtin_prefetch(at + NEAR * 4 * PANEL + 4 * LANES * c);
             }
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {

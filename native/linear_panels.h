@@ -8,8 +8,8 @@
  */
 
 enum {
-    STEP_LINES = COLUMNS * LANES * 4 / LINE, /* of weights that a step reads */
-    ASKED_LINES = STEP_LINES > 0 ? STEP_LINES : 1,
+    BURST_LINES = BURST * COLUMNS * LANES * 4 / LINE, /* of weights that BURST steps read */
+    MOST_ASKED = 1 << 19, /* bytes of a panel: of a larger one the second cache would have lost the begin */
 };
 
 static void take(const Product *product, size_t first, size_t count, Rows *rows)
@@ -34,11 +34,11 @@ static void multiply_panel(const Product *product, size_t first, size_t count, c
     const End end = end_of(product, panel);
     SUM sums[ROWS][PANEL] __attribute__((aligned(LINE)));
     const size_t groups = (count + ROWS - 1) / ROWS;
-    const int lines = (int)((ASKED_LINES + groups - 1) / groups);
+    const int lines = (int)((BURST_LINES + groups - 1) / groups);
     for (size_t done = 0, asked = 0; done < count; asked += (size_t)lines) {
         const char *from = rows->from + done * rows->line;
-        const int some = next_rows(count - done), asking = next && asked < ASKED_LINES ? lines : 0;
-        const char *ahead = asking ? next + asked * (product->panel_bytes / ASKED_LINES) : weights;
+        const int some = next_rows(count - done), asking = next && asked < BURST_LINES ? lines : 0;
+        const char *ahead = asking ? next + asked * (product->panel_bytes / BURST_LINES) : weights;
         switch (some) {
 #define CALL(n) sum_products(from, rows->line, weights, product->inputs, n, sums, ahead, asking)
             CASES(CALL)
@@ -52,7 +52,9 @@ static void multiply_panel(const Product *product, size_t first, size_t count, c
 static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end,
                      const char *then)
 {
-    for (; panel < end; panel++)
-        multiply_panel(product, first, count, rows, panel,
-                       panel + 1 < end ? product->weights + (panel + 1) * product->panel_bytes : then);
+    const bool asks = product->panel_bytes <= MOST_ASKED;
+    for (; panel < end; panel++) {
+        const char *next = panel + 1 < end ? product->weights + (panel + 1) * product->panel_bytes : then;
+        multiply_panel(product, first, count, rows, panel, asks ? next : NULL);
+    }
 }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from children import run_child
 from kernel_tools import APPLIED, parts, read_only, rows
 from torch import nn
 from walls import before_walls
@@ -252,3 +253,30 @@ def test_rows_are_only_read_and_nothing_behind_an_end_is_touched(
             seen = layer(read_only(x), read_only(add), isa=isa)
             assert seen.data_ptr() == walled[-1].data_ptr()
             assert torch.equal(seen, expected)
+
+
+_FEWER = """
+import torch
+from attmemo.kernels.linear8 import Linear8
+from attmemo.kernels.linear16 import Linear16
+from attmemo.kernels.linear32 import Linear32
+
+result = []
+for kind, dtype in ((Linear32, torch.float32), (Linear8, torch.float32), (Linear16, torch.bfloat16)):
+    if not kind.instruction_sets():
+        continue
+    torch.manual_seed(0)
+    layer = kind.of([torch.randn(700, 96, dtype=dtype)], [None])
+    norm = torch.nn.LayerNorm(700, dtype=dtype)
+    for rows in (1, 30, 700):
+        x = torch.randn(rows, 96, dtype=dtype)
+        for end in (None, norm):
+            result.append(torch.equal(layer(x, norm=end, threads=8), layer(x, norm=end, threads=1)))
+"""
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_all_is_computed_where_fewer_threads_come_than_were_asked_for(limit: int) -> None:
+    found = run_child(_FEWER, environment={"OMP_THREAD_LIMIT": str(limit)}).result
+    assert found
+    assert all(found)
