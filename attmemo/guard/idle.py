@@ -24,7 +24,8 @@ QUIET: Final = 0.002
 LONG: Final = 0.1
 """Seconds without a request after which work may begin whatever is expected, if a request is not just due."""
 OVERDUE: Final = 2.0
-"""Times the expected pause after which a request is no longer due: requests have ended for now."""
+"""Times the expected pause after which a request is no longer due, if a part fits into such a pause: requests have
+ended for now."""
 GAPS: Final = 8
 """Pauses between requests that tell how long the next one is: the second shortest of them."""
 FIRST: Final = 0.01
@@ -146,7 +147,8 @@ class Idle:
             self._see_part()
             if passed + self._part_takes <= self._expected:
                 return 0.0
-            return max(max(LONG, self._quiet, OVERDUE * self._expected) - passed, 0.0)
+            due = self._quiet + self._part_takes <= self._expected  # else no pause is long enough: some request waits
+            return max(max(LONG, self._quiet, OVERDUE * self._expected if due else 0.0) - passed, 0.0)
 
     @property
     def look(self) -> float:

@@ -95,14 +95,22 @@ def test_work_begins_early_only_if_it_will_end_before_the_next_request(monkeypat
         assert worker.idle.wait() == pytest.approx(LONG - 0.003), "pauses are not known, or often shorter"
 
 
-def test_after_a_long_pause_no_work_begins_just_as_the_next_request_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_work_begins_just_as_the_next_request_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "QUIET", 0.002)
     clock = Clock(monkeypatch)
-    worker = after_requests(clock, [0.2] * GAPS, 0.02)
-    clock.now += 0.19
-    assert worker.idle.wait() == pytest.approx(OVERDUE * 0.2 - 0.19), "a request is due"
-    clock.now += OVERDUE * 0.2 - 0.19
+    worker = after_requests(clock, [0.25] * GAPS, 0.02)
+    clock.now += 0.24
+    assert worker.idle.wait() == pytest.approx(OVERDUE * 0.25 - 0.24), "a request is due"
+    clock.now += 0.3
     assert worker.idle.wait() == 0.0, "requests have ended"
+
+
+def test_work_that_fits_no_pause_begins_after_a_while_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "QUIET", 0.002)
+    clock = Clock(monkeypatch)
+    worker = after_requests(clock, [0.25, 0.5] * (GAPS // 2), 0.4)
+    clock.now += LONG + 0.01
+    assert worker.idle.wait() == 0.0
 
 
 def test_who_has_pauses_for_work_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
