@@ -7,14 +7,16 @@ the one in torch's wheel. So the library is looked for in the process, by its pa
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*$")
-_MKL = re.compile(r"/lib(torch_cpu|mkl_rt)\b[^/]*$")  # a wheel of torch has it inside
+_MKL = re.compile(r"/libtorch_cpu\b[^/]*$")  # has MKL inside, or depends on it
 
 
 def join_torch(use_team: Callable[[str], bool]) -> bool:
@@ -33,14 +35,15 @@ def leave_team() -> None:
     took 20 ms in place of 10 while a second thread had a team. `torch.set_num_threads` would change the number for
     every thread that begins later.
 
-    MKL, which torch multiplies float32 with, asks for a team of a size of its own.
+    MKL, which torch multiplies float32 with, has a number of its own, and starts such a team, too.
     """
     torch.get_num_threads()  # torch sets the number of a thread once: before we do
     for paths, name in ((_libraries(), "omp_set_num_threads"), (_loaded(_MKL), "MKL_Set_Num_Threads_Local")):
         for path in paths:
-            change = getattr(ctypes.CDLL(path), name, None)
-            if change is not None:
-                change(1)
+            with suppress(OSError):  # its file was replaced meanwhile
+                change = getattr(ctypes.CDLL(path, os.RTLD_NOLOAD), name, None)
+                if change is not None:
+                    change(1)
 
 
 def _loaded(names: re.Pattern[str]) -> list[str]:
