@@ -147,15 +147,15 @@ class Idle:
             self._see_part()
             if passed + self._part_takes <= self._expected:
                 return 0.0
-            due = self._quiet + self._part_takes <= self._expected  # else no pause is long enough: some request waits
-            return max(max(LONG, self._quiet, OVERDUE * self._expected if due else 0.0) - passed, 0.0)
+            due = OVERDUE * self._expected if self._fits else 0.0  # else no pause would do
+            return max(max(LONG, self._quiet, due) - passed, 0.0)
 
     @property
     def look(self) -> float:
         """Seconds until it is to be seen again whether work may begin, at most."""
         with self._lock:
             self._see_part()
-            return _LOOK if self._quiet + self._part_takes <= self._expected else _SELDOM
+            return _LOOK if self._fits else _SELDOM
 
     def _see_part(self) -> None:
         """See how long the next part is expected to take."""
@@ -166,6 +166,11 @@ class Idle:
     def _expected(self) -> float:
         """Seconds that a pause between requests probably takes; 0: not known."""
         return sorted(self._gaps)[1] if len(self._gaps) == GAPS else 0.0
+
+    @property
+    def _fits(self) -> bool:
+        """Whether the next part probably fits into a pause."""
+        return self._quiet + self._part_takes <= self._expected
 
     def part(self) -> bool:
         """Do a part of the work; whether there is more."""
