@@ -31,30 +31,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
+from fastseq_shapes import SHAPES, lines_of, make_tokenizer
+from fastseq_tables import table, table_of_types
 from measured_at import measured_at, processor_of, write_record
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MarianConfig,
-    MarianMTModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from attmemo import fastseq
 from attmemo.fastseq.generate.shape import ModelShape
@@ -63,7 +47,6 @@ from attmemo.profiler.process import apart
 from attmemo.profiler.turns import alternate
 from attmemo.system import machine
 
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 TYPES = {  # name: engine, dtype, weights
     "stock float32": ("stock", "float32", None),
     "stock bfloat16": ("stock", "bfloat16", None),
@@ -81,126 +64,8 @@ TYPES = {  # name: engine, dtype, weights
     "OpenVINO int8": ("openvino", "int8", None),
 }
 ON_REQUEST = {"shared", "el", "llama.cpp", "openvino"}  # the last two: greedy alone, of Qwen3 alone
+SETTING = ("shape", "length", "new", "beams", "batch")
 RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "no cache", "ctranslate2")
-
-
-SPECIAL_IDS: Final = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
-"""Tokens of all shapes."""
-
-
-def sizes_of(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> dict[str, int]:
-    """Of BART and what is built like it: encoder and decoder are alike."""
-    return {
-        "vocab_size": vocabulary, "d_model": width, "max_position_embeddings": positions,
-        **{f"{part}_{what}": size for part in ("encoder", "decoder")
-           for what, size in (("layers", layers), ("attention_heads", heads), ("ffn_dim", 4 * width))},
-    }  # fmt: skip
-
-
-def bart(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Any:
-    return BartForConditionalGeneration(
-        BartConfig(
-            **sizes_of(width, layers, heads, vocabulary, positions),
-            **SPECIAL_IDS,
-            decoder_start_token_id=2,
-            forced_eos_token_id=None,
-            normalize_before=False,  # in published checkpoints; CTranslate2 asks for it
-        )
-    )
-
-
-def marian(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Any:
-    """As published ones: the last word is for padding, and begins each text."""
-    last = vocabulary - 1
-    model = MarianMTModel(
-        MarianConfig(
-            **sizes_of(width, layers, heads, vocabulary, positions),
-            activation_function="swish",
-            scale_embedding=True,
-            bos_token_id=0,
-            eos_token_id=2,
-            pad_token_id=last,
-            decoder_start_token_id=last,
-            forced_eos_token_id=None,
-            normalize_before=False,
-            normalize_embedding=False,
-        )
-    )
-    model.generation_config.bad_words_ids = [[last]]
-    return model
-
-
-def t5(width: int, layers: int, heads: int, vocabulary: int) -> Any:
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=vocabulary,
-            d_model=width,
-            d_kv=64 if width >= 64 else 8,
-            num_heads=heads,
-            num_layers=layers,
-            d_ff=4 * width,
-            pad_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-        )
-    )
-
-
-def gpt2(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Any:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=vocabulary,
-            n_embd=width,
-            n_layer=layers,
-            n_head=heads,
-            n_positions=positions,
-            **SPECIAL_IDS,
-        )
-    )
-
-
-def qwen3(width: int, layers: int, heads: int, key_heads: int, head: int, middle: int, vocabulary: int) -> Any:
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_heads,
-            head_dim=head,
-            intermediate_size=middle,
-            tie_word_embeddings=True,
-            **SPECIAL_IDS,
-        )
-    )
-
-
-SHAPES: dict[str, Callable[[], Any]] = {
-    "bart-large": lambda: bart(1024, 12, 16, 50265, 1026),
-    "t5-base": lambda: t5(768, 12, 12, 32128),
-    "marian-base": lambda: marian(512, 6, 8, 58101, 1100),
-    "gpt2-medium": lambda: gpt2(1024, 24, 16, 50257, 1280),
-    "qwen3-0.6b": lambda: qwen3(1024, 28, 16, 8, 128, 3072, 151936),
-    "tiny": lambda: bart(32, 2, 4, 200, 130),
-    "tiny-marian": lambda: marian(32, 2, 4, 200, 130),
-    "tiny-t5": lambda: t5(32, 2, 4, 200),
-    "tiny-gpt2": lambda: gpt2(32, 2, 4, 200, 256),
-    "tiny-qwen3": lambda: qwen3(32, 2, 4, 2, 16, 64, 200),
-}
-
-
-def make_tokenizer(config: Any) -> PreTrainedTokenizerFast:
-    """One word for each id: texts of a wished length, and something to decode."""
-    begin = getattr(config, "bos_token_id", None)
-    places = dict(zip(SPECIAL, (begin or 0, config.pad_token_id, config.eos_token_id, 3), strict=True))
-    free = [number for number in range(config.vocab_size) if number not in places.values()]
-    places |= {f"w{name}": number for name, number in enumerate(free)}
-    tokenizer = Tokenizer(models.WordLevel(places, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>", unk_token="<unk>",
-        padding_side="right" if config.is_encoder_decoder else "left",
-    )  # fmt: skip
 
 
 class Peer:
@@ -378,12 +243,6 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def lines_of(vocabulary: int, count: int, length: int) -> list[str]:
-    """Texts of words at random, the same every time."""
-    numbers = torch.randint(0, vocabulary - len(SPECIAL), (count, length), generator=torch.Generator().manual_seed(0))
-    return [" ".join(f"w{number}" for number in row) for row in numbers.tolist()]
-
-
 def measure_type(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One type in this process: both settings."""
     torch.set_num_threads(options.threads)
@@ -500,140 +359,6 @@ def made_of() -> dict[str, Any]:
     return measured_at() | {name: found.get(package) for name, package in packages.items()}
 
 
-def shown(name: str) -> str:
-    """What the pages call a type or a rung."""
-    return name.replace("stock", "original")
-
-
-ROUNDED: Final = ("bfloat16", "int8", "bfloat16, int8")
-
-
-def summary_of_types(rows: list[dict[str, Any]]) -> list[str]:
-    """Float32 against float32, and the fastest type against the fastest of each peer, in CPU seconds."""
-    lines = [
-        "| shape | source | new | beams | texts | float32 over CTranslate2's | fastest type "
-        "| over CTranslate2's fastest | over llama.cpp | over OpenVINO | over original float32 |",
-        "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        spent = row["cpu_seconds"]
-
-        def over(peer: float | None, own: float | None) -> str:
-            return "" if peer is None or own is None else f"{peer / own:.2f}x"
-
-        own = min((spent[name], name) for name in ROUNDED if name in spent)
-        peers = [value for name, value in spent.items() if name.startswith("CTranslate2 ")]
-        cells = [
-            row["shape"], f"{row['length']:,}", row["new"], row["beams"], row["batch"],
-            over(spent.get("CTranslate2 float32"), spent.get("float32")), own[1],
-            over(min(peers, default=None), own[0]), over(spent.get("llama.cpp Q8_0"), own[0]),
-            over(spent.get("OpenVINO int8"), own[0]), over(spent.get("stock float32"), own[0]),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
-
-
-def table_of_types(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
-    rows = record["rows"]
-    lines = [
-        "# fastseq: types measured",
-        "",
-        "From text to text, medians of the rounds, the encoder or the prompt included. Every type runs in a process "
-        "of its own, in\nturns. Equal texts: to those of the first type. Random weights; with beams, n-gram 3.",
-        "",
-        "Where the load is above the number of cores, the machine was busy with other work: CPU seconds say more "
-        "then, and ratios\nare those of CPU seconds. The floor is the time in which the decoder's packed weights are "
-        "read once, as each step does,\nat the best rate at which torch summed 256 MiB in the same runs; it is left "
-        "out where it is above what a token took.",
-        "",
-        *summary_of_types(rows),
-    ]
-    for row in rows:
-        base, first = next(iter(row["cpu_seconds"].items()))
-        lines += [
-            "",
-            f"**{row['shape']}, {row['length']} source tokens, {row['new']} new, {row['beams']} "
-            f"{'beam' if row['beams'] == 1 else 'beams'}, batch {row['batch']}**",
-            "",
-            f"{row['processor']}, {row['threads']} threads, torch {row['torch']}, transformers "
-            f"{row['transformers']}, CTranslate2 {row['ctranslate2']}, {row['date']}, commit {row['commit']}, "
-            f"{row['rounds_each']} rounds, load {row['load'][0]:.1f} to {row['load'][1]:.1f}",
-            "",
-            f"| type | CPU seconds | over {shown(base)} | seconds | equal texts | CPU ms a token | floor, ms |",
-            "|---|---:|---:|---:|---:|---:|---:|",
-        ]
-        for name, seconds in row["cpu_seconds"].items():
-            packed = row["packed_bytes"][name]
-            floor = "" if packed is None else f"{packed / row['bytes_a_second'] * 1e3:.1f}"
-            if floor and float(floor) > seconds / row["new"] * 1e3:  # others read from memory meanwhile
-                floor = ""
-            lines.append(
-                f"| {shown(name)} | {seconds:.2f} | {first / seconds:.2f}x | {row['seconds'][name]:.2f} "
-                f"| {row['same'][name]} of {row['batch']} | {seconds / row['new'] * 1e3:.1f} | {floor} |"
-            )
-    lines += table_of_quality(record.get("quality")) + table_of_partings(record.get("bfloat16", []))
-    return "\n".join(lines) + "\n"
-
-
-def table_of_quality(quality: dict[str, Any] | None) -> list[str]:
-    """What `scripts/quality_fastseq.py` measured."""
-    if quality is None:
-        return []
-    facts = quality["conditions"]
-    lines = [
-        "",
-        "## Texts of trained weights",
-        "",
-        f"torch {facts['torch']}, transformers {facts['transformers']}, {facts.get('date')}, commit "
-        f"{facts.get('commit')}. A BART of width 96, trained for "
-        f"{quality['steps']:,} steps, restores sentences;\nstories260K, a Llama of width 64, goes on with beginnings. "
-        "ROUGE (F-measure) and BLEU: against the sentences, and against the\ntexts of original float32.",
-        "",
-        "| task | search | type | equal to float32 | ROUGE-1 | ROUGE-2 | ROUGE-L | BLEU |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in quality["rows"]:
-        scores = " | ".join(f"{row['scores'][name]:.2f}" for name in ("rouge1", "rouge2", "rougeL", "bleu"))
-        lines.append(
-            f"| {row['task']} | {row['search']} | {shown(row['type'])} | {row['equal']} of {row['lines']} | {scores} |"
-        )
-    return lines
-
-
-def table_of_partings(tasks: list[dict[str, Any]]) -> list[str]:
-    """Where texts of bfloat16 part from those of transformers in bfloat16."""
-    if not tasks:
-        return []
-    lines = [
-        "",
-        "## Where texts in bfloat16 part",
-        "",
-        "Greedy, against transformers in bfloat16. Equal with eager: texts of transformers that stay the same when it "
-        "computes attention\neager, not by SDPA. The other columns are of the first step at which a text of fastseq "
-        "has another word. Gap: between the\nlogits of the two words, in transformers' bfloat16, in spacings of "
-        "bfloat16's numbers at that size. Float32 sides with: which word\nthe same weights prefer, computed in "
-        "float32. Float32's gap: in standard deviations of transformers' own error over the\nvocabulary at that step.",
-        "",
-        "| task | equal | equal with eager | parted | gap of 1 spacing | of 2 | of 4 | largest | float32 sides "
-        "with transformers | with fastseq | float32's gap, median | largest |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in tasks:
-        parted, equal = row["partings"], row["equal"]
-        gaps = [one["gap"] / one["spacing"] for one in parted]
-        errors = [abs(one["exact_gap"]) / one["off"] for one in parted]
-        near = [str(sum(gap <= most for gap in gaps)) for most in (1, 2, 4)]
-        sides = sum(one["exact_gap"] > 0 for one in parted)
-        cells = [
-            row["task"], f"{equal['fastseq']} of {row['lines']}", f"{equal['eager']} of {row['lines']}",
-            str(len(parted)), *near, f"{max(gaps):.0f}", str(sides), str(len(parted) - sides),
-            f"{statistics.median(errors):.1f}", f"{max(errors):.1f}",
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
     """What has to be known to read the numbers."""
     seen = machine.conditions()
@@ -642,63 +367,17 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
     return {"processor": name, "dtype": options.dtype, "rounds": options.rounds} | facts
 
 
-def table(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
-    facts = record["conditions"]
-    lines = [
-        "# fastseq: measured" + ("" if facts["dtype"] == "float32" else f" in {facts['dtype']}"),
-        "",
-        f"{facts['processor']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['torch']}, transformers "
-        f"{facts['transformers']}; medians of interleaved rounds; text in to text out. Random weights, n-gram 3.",
-        "",
-        "If the load is above the number of threads, the machine was busy with other work. Then CPU seconds say more "
-        "than seconds.",
-        "",
-        "| shape | N | new | beam | batch | lines | rounds | load | rung | seconds | over the original "
-        "| with loading | CPU seconds | over the original | same text |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in record["rows"]:
-        first = next(iter(row["seconds"]))
-        for rung, seconds in row["seconds"].items():
-            loaded = {name: row["seconds"][name] + row["load_seconds"][name] for name in (first, rung)}
-            lines.append(
-                f"| {row['shape']} | {row['length']} | {row['new']} | {row['beams']} | {row['batch']} "
-                f"| {row['lines']} | {len(row['rounds'][rung])} "
-                f"| {row['load'][0]:.0f} to {row['load'][1]:.0f} | {shown(rung)} "
-                f"| {seconds:.2f} | {row['ratio'][rung]:.2f}x | {loaded[first] / loaded[rung]:.2f}x "
-                f"| {row['cpu_seconds'][rung]:.1f} | {row['cpu_seconds'][first] / row['cpu_seconds'][rung]:.2f}x "
-                f"| {'yes' if row['same_text'][rung] else 'no'} |"
-            )
-    lines += [
-        "",
-        "Cached states in MiB. The original's number is the formula, 2LDs(BMN + BMt). The other numbers were read "
-        "from the\ntensors and equal their formulas to the byte: 2LDs(BN + BMt) shared, BNDs in the place of 2LDsBN "
-        "with EL-attention.",
-        "",
-        "| shape | N | new | beam | batch | original | shared | original / shared | EL "
-        "| source alone, original / EL |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in record["rows"]:
-        if "formula_bytes" in row and row["lines"] <= row["batch"]:
-            lines.append(_memory(row))
-    return "\n".join(lines) + "\n"
+Rows = list[dict[str, Any]]
 
 
-def _memory(row: dict[str, Any]) -> str:
-    formula, shared, el = row["formula_bytes"], row["cache_bytes"], row["el_cache_bytes"]
-    suffix = {mode: held["suffix"] for mode, held in (("shared", shared), ("el", el)) if held and "suffix" in held}
-    assert sum(shared.values()) == formula["shared"], "what is held is not what the formula says"
-    cells = [row["shape"], row["length"], row["new"], row["beams"], row["batch"], f"{formula['stock'] / 2**20:.0f}"]
-    cells += [f"{sum(shared.values()) / 2**20:.0f}", f"{formula['stock'] / formula['shared']:.2f}"]
-    if el:
-        assert sum(el.values()) == formula["el"], "what is held is not what the formula says"
-        source = sum(el.values()) - suffix.get("el", 0)
-        cells += [f"{sum(el.values()) / 2**20:.0f}", f"{(formula['stock'] - suffix['shared']) / source:.0f}"]
-    else:
-        cells += ["", ""]
-    return "| " + " | ".join(map(str, cells)) + " |"
+def with_others(rows: Rows, known: Rows, names: tuple[str, ...]) -> Rows:
+    """Known rows of other settings, which these names tell, and behind them these."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in names)
+
+    fresh = {key(row) for row in rows}
+    return [row for row in known if key(row) not in fresh] + rows
 
 
 def write_types(options: argparse.Namespace) -> None:
@@ -707,12 +386,7 @@ def write_types(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure_types(options, Path(folder))
     record = json.loads(place.read_text()) if place.exists() else {"rows": []}
-
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("shape", "length", "new", "beams", "batch"))
-
-    fresh = {key(row) for row in rows}
-    record["rows"] = [row for row in record["rows"] if key(row) not in fresh] + rows
+    record["rows"] = with_others(rows, record["rows"], SETTING)
     write_record(place, record)
     options.output.with_suffix(".md").write_text(table_of_types(record))
     print(table_of_types(record))
@@ -747,12 +421,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(options, Path(folder))
     known = json.loads(place.read_text())["rows"] if place.exists() else []
-
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("shape", "length", "new", "beams", "batch", "lines"))
-
-    fresh = {key(row) for row in rows}
-    record = {"conditions": facts, "rows": [row for row in known if key(row) not in fresh] + rows}
+    record = {"conditions": facts, "rows": with_others(rows, known, (*SETTING, "lines"))}
     write_record(place, record)
     options.output.with_suffix(".md").write_text(table(record))
     print(table(record))

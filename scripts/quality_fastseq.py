@@ -24,8 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
-from bench_fastseq import TYPES, Peer, conditions, made_of, table_of_types
+from bench_fastseq import TYPES, Peer, conditions, made_of
 from convert_stories import convert
+from fastseq_tables import table_of_types
 from measured_at import write_record
 from torch import Tensor
 from train_tiny_bart import train

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from bench_fastseq import SHAPES, SPECIAL, make_tokenizer
+from fastseq_shapes import SHAPES, SPECIAL, make_tokenizer
 from matplotlib.figure import Figure as Plot
 from transformers import DynamicCache, EncoderDecoderCache, NoRepeatNGramLogitsProcessor
 

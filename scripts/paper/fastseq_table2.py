@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from bench_fastseq import SHAPES
+from fastseq_shapes import SHAPES
 from matplotlib.figure import Figure as Plot
 
 from paper.fastseq_rows import bench, in_types, setting, speed, table_of_types, where

@@ -40,11 +40,11 @@ def test_the_pages_of_families_are_those_of_their_json(
 
 
 def test_the_page_of_fastseq_is_that_of_its_json(script: Scripts) -> None:
-    assert page("fastseq-bench.md") == script("bench_fastseq").table(measured("fastseq-bench.json"))
+    assert page("fastseq-bench.md") == script("fastseq_tables").table(measured("fastseq-bench.json"))
 
 
 def test_the_page_of_types_is_that_of_its_json(script: Scripts) -> None:
-    assert page("fastseq-types.md") == script("bench_fastseq").table_of_types(measured("fastseq-types.json"))
+    assert page("fastseq-types.md") == script("fastseq_tables").table_of_types(measured("fastseq-types.json"))
 
 
 def test_the_page_of_transformers_tests_is_that_of_its_json(script: Scripts) -> None:
