@@ -158,7 +158,7 @@ INLINE void finish_some(const Product *product, const Rows *rows, size_t first, 
 #pragma GCC unroll 8
     for (int i = 0; i < width / LANES; i++)
         STORE(line + i * LANES) = result_of(columns[i], rows, row, sums + i * LANES);
-    finish_row(product, first + row, line, column, width);
+    finish_row(product, first + row, line, column, width, false);
 }
 
 /* The same of a gated layer: half a panel of the result, from sums that are activated and as many others. */
@@ -177,7 +177,7 @@ INLINE void finish_gated(const Product *product, const Rows *rows, size_t first,
         STORE(line + i * LANES) = result_of(columns[i], rows, row, sums + i * LANES);
         STORE(line + HALF + i * LANES) = result_of(columns[HALF / LANES + i], rows, row, others + i * LANES);
     }
-    finish_row(product, first + row, line, column, HALF);
+    finish_row(product, first + row, line, column, HALF, true);
 }
 
 /* How the sums of a panel become results. */

@@ -107,13 +107,13 @@ INLINE void activate(float *numbers, int width, enum activation activation)
  * One row of the result, `width` columns or as many of them as there are, from its sums with bias. Of a gated layer, behind
  * the numbers that are activated are as many that they are multiplied by.
  */
-INLINE void finish_row(const Product *product, size_t row, float *line, size_t column, int width)
+INLINE void finish_row(const Product *product, size_t row, float *line, size_t column, int width, bool gated)
 {
     float more[PANEL] __attribute__((aligned(64)));
     activate(line, width, product->activation);
     size_t count = product->outputs - column < (size_t)width ? product->outputs - column : (size_t)width;
     size_t bytes = item_bytes[product->out_type];
-    for (int i = 0; product->gated && i < width; i += LANES)
+    for (int i = 0; gated && i < width; i += LANES)
         STORE(line + i) *= factor_of(LOAD(line + width + i), product->activation);
     if (product->add) {
         widen(product->add + row * product->add_line + column * bytes, product->out_type, count, more);
