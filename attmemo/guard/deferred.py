@@ -34,6 +34,8 @@ Model = Callable[..., Any]
 Inputs = tuple[Any, Any]
 """Positional arguments and those by name."""
 
+LEARNED: Final = "learned"
+"""The kind of parts that were answered exactly, and that records are tried with and made of."""
 MOST: Final = 256
 """Sequences that may wait: their arguments stay in memory."""
 KEPT_FREE: Final = 128
@@ -43,6 +45,9 @@ AT_ONCE: Final = 4
 more."""
 IN_A_PAUSE: Final = 16
 """The same, at most, in a pause whose length is known."""
+BEHIND: Final = 16
+"""Sequences that wait to be learned from, beside which no others do as long as pauses are used: what is asked next is
+like what was asked last."""
 FILLS: Final = 0.8
 """Share of such a pause that they probably take."""
 LAST: Final = 5
@@ -124,7 +129,14 @@ class Deferred:
     @property
     def spare(self) -> int:
         """Sequences that may wait to be learned from."""
+        if self.idle.works and self._to_learn() >= BEHIND:
+            return 0
         return max(self.room - KEPT_FREE, 0)
+
+    def _to_learn(self) -> int:
+        """Sequences that wait to be learned from."""
+        with self._lock:
+            return sum(len(part.places) for part in self._parts if part.kind == LEARNED)
 
     def add(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,

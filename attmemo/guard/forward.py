@@ -34,7 +34,7 @@ from attmemo.guard.answers import Answer, Answers, Read
 from attmemo.guard.asking import Asking, worth_of
 from attmemo.guard.change_log import Case, ChangeLog
 from attmemo.guard.confidence import Sureness, known
-from attmemo.guard.deferred import KEPT_FREE, Deferred, Inputs, Model, Owed, Part, teaches_nothing
+from attmemo.guard.deferred import KEPT_FREE, LEARNED, Deferred, Inputs, Model, Owed, Part, teaches_nothing
 from attmemo.guard.failures import Failures
 from attmemo.guard.guard import Guard
 from attmemo.guard.planner import GuardedPlanner
@@ -147,8 +147,7 @@ class Guarded:
         args, kwargs = args and shallow(args), shallow(kwargs)  # sentence-transformers writes into its argument
         inputs = args and shallow(args), shallow(kwargs)
         start, worked = perf_counter(), thread_time()
-        asking.room = room = self.deferred.room
-        asking.spare = max(room - KEPT_FREE, 0)
+        asking.room, asking.spare = self.deferred.room, self.deferred.spare
         with self._engine.open(asking=asking) as opened:
             try:
                 output = forward(*args, **kwargs)
@@ -245,7 +244,7 @@ class Guarded:
     ) -> None:  # fmt: skip
         """Have answers compared, and records made of inputs that are grown, while no request runs."""
         grown = {place: asking.grown[place].copy() for place in asking.served if place in asking.grown}
-        fresh = [place for place in grown if place not in owed][: max(asking.spare - len(owed), 0)]
+        fresh = [place for place in grown if place not in owed][: max(asking.room - KEPT_FREE - len(owed), 0)]
         if owed:
             compare = partial(self._compare_owed, owed, grown, self.guard, asking.epoch)
             self._defer(forward, inputs, mask, list(owed), asking.batch, compare, "owed")
@@ -265,7 +264,7 @@ class Guarded:
         except Exception as error:
             self._failures.note("an answer could not be read", error)
             return
-        self._defer(forward, inputs, mask, places, len(mask), partial(self._learn, seen, guard), "learned")
+        self._defer(forward, inputs, mask, places, len(mask), partial(self._learn, seen, guard), LEARNED)
 
     def _defer(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,

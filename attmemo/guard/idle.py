@@ -106,8 +106,12 @@ class Idle:
         with self._lock:
             if self._signal.closing.is_set() or self._without > GAPS or len(self._gaps) < _FEW:
                 return True
-            worked = self._works and self._since < GAPS
-            return not worked and sorted(self._gaps)[len(self._gaps) // 2] < self._quiet + self._part_takes
+            return not self.works and sorted(self._gaps)[len(self._gaps) // 2] < self._quiet + self._part_takes
+
+    @property
+    def works(self) -> bool:
+        """Whether work was done a few requests ago."""
+        return self._works and self._since < GAPS
 
     def began(self) -> None:
         """A request begins."""

@@ -20,7 +20,7 @@ from attmemo.guard.certificate import Counts
 from attmemo.guard.deferred import AT_ONCE, IN_A_PAUSE, Deferred, Part
 from attmemo.guard.failures import FAILS
 from attmemo.guard.guard import Guard
-from attmemo.guard.idle import Idle
+from attmemo.guard.idle import GAPS, Idle
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
 
@@ -390,6 +390,27 @@ class TestDeferred:
         _, own, _ = self.made(deferred.MOST // 2)
         assert own.spare == 0
         assert own.room == deferred.MOST // 2
+
+    def test_while_pauses_are_used_few_wait_to_be_learned_from(self) -> None:
+        model, own, seen = self.made()
+
+        def add(kind: str, count: int) -> None:
+            own.add(model, ((torch.ones(count, 4),), {}), None, range(count), count, seen.append, kind)
+
+        add("owed", deferred.BEHIND)
+        add(deferred.LEARNED, deferred.BEHIND)
+        assert own.spare == own.room - deferred.KEPT_FREE, "no pause was used: requests may have come all at once"
+        assert own.idle.part()
+        assert own.spare == 0, "the part was owed, and what there is to learn from gets old"
+        while len(own) >= deferred.BEHIND:
+            own.do_part(0.0)
+        assert own.spare == own.room - deferred.KEPT_FREE
+        add(deferred.LEARNED, 1 + deferred.AT_ONCE)
+        assert own.spare == 0
+        for _ in range(GAPS):
+            own.idle.began()
+            own.idle.ended()
+        assert own.spare == own.room - deferred.KEPT_FREE, "no pause was used for a while"
 
     def test_without_a_model_nothing_may_wait(self) -> None:
         own = Deferred()
