@@ -146,8 +146,8 @@ def memoize(
     most_moved : int, optional
         For rows: how far a token may have moved between the record and the sequence. Default: any distance.
     lookup : {"layer", "sequence"}, optional
-        For maps: a lookup in every layer, or one for each sequence, whose record serves all layers. Default: the tuned
-        one, else ``"sequence"``.
+        For maps: a lookup in every layer, or one for each sequence, whose record is reused in all layers. Default: the
+        tuned one, else ``"sequence"``.
     gate : bool
         Leave out lookups that do not pay. Under a guard collecting evidence costs 1 % of the time, and half of what
         reuse saves; False always tries, and verifies. For maps the performance model (Eq. 3) is asked.

@@ -229,7 +229,7 @@ def _of_reuse(result: dict[str, Any], rounded: float) -> str:
     than = " 8-bit layers alone are as fast." if rounded >= guarded else ""
     return (
         f"Use memoize(model, budget=0.01). Expected once the guard has its evidence: up to {guarded:.1f} times the "
-        f"speed of packed blocks, {result['guarded']['over_stock']:.1f} of the original model.{than} The guard "
+        f"speed of exact mode, {result['guarded']['over_stock']:.1f} of the original model.{than} The guard "
         "collects evidence in the pauses between requests; without pauses it may take ten thousand requests. Where "
         "answers change it reuses less: watch model.attmemo.stats()['guard']['says'] on real traffic."
     )

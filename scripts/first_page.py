@@ -146,12 +146,12 @@ def _measured(found: Mapping[str, Any]) -> list[Run]:
 
 
 def _beside_peer(runs: Sequence[Run], path: str, size: int, *, exact: bool) -> str:
-    """Medians of the streams: the speed of a method, and that of the best peer."""
+    """Medians of the streams: the speed of a method, and that of the best peer; bold: the faster one."""
     if not runs:
         return "–"
     own = statistics.median(speed_of(run, path, size) for run in runs)
     peer = statistics.median(float(best_peer(run, size, exact=exact)["speed"]) for run in runs)
-    return f"**{own:.2f}** ({peer:.2f})"
+    return f"**{own:.2f}** ({peer:.2f})" if own >= peer else f"{own:.2f} (**{peer:.2f}**)"
 
 
 def _winners(judged: Sequence[tuple[Run, Verdict]]) -> str:

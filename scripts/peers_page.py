@@ -113,7 +113,7 @@ def _by_model(runs: list[Run], what: str, said: Callable[[Run], list[str]]) -> l
 
 
 def _late(runs: list[Run]) -> str:
-    """Where reuse is the fastest of all methods, late in the stream."""
+    """Late in the stream: where a peer wins comes first, then where reuse is the fastest of all methods."""
     cases = [one for run in runs for one in verdicts(run, late=True) if one.own or one.peer]
     if not cases:
         return ""
@@ -125,6 +125,9 @@ def _late(runs: list[Run]) -> str:
         f"a peer in {lost}.",
         "",
     ]
+    lines += _by_model(runs, "A peer wins late in the stream", lambda run: [
+        _margin(one) for one in verdicts(run, late=True) if one.peer and one.peer_wins
+    ])  # fmt: skip
     lines += _by_model(runs, "Reuse is the fastest late in the stream", lambda run: [
         f"{_margin(one)}{_beside(run, one)}" for one in verdicts(run, late=True) if _rows_win(one)
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Put the tables of result pages between their marks, from the JSON files in docs/.
+"""Put the tables of pages between their marks, from the JSON files in docs/ and from the library.
 
 python scripts/result_pages.py       # after a measurement wrote a new JSON
 
@@ -13,7 +13,7 @@ from typing import Final
 
 import bench_answers
 from marked import replace_measured
-from results import filling, generation, guard, speed
+from results import filling, generation, guard, records, speed
 from results.files import DOCS, measured
 
 Table = Callable[[], list[str]]
@@ -31,7 +31,7 @@ PAGES: Final[dict[str, dict[str, Table]]] = {
         "orders": lambda: bench_answers.table_of_orders(measured("answers.json")),
         "forms": lambda: bench_answers.table_of_forms(measured("answers.json")),
     },
-    "measured.md": {"reuse": speed.reuse},
+    "measured.md": {"reuse": speed.reuse}, "privacy.md": {"sizes": records.sizes},
     "service-measured.md": {
         "gains": speed.found_of_services,
         "float32": partial(speed.service, "service.json"), "AMX": partial(speed.service, "service-bfloat16.json"),

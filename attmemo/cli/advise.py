@@ -55,14 +55,14 @@ def show(out: Output, found: dict[str, Any]) -> None:
     lines = [
         ("tokens recomputed, first half", *(f"{100 * kind['rows_first_half']:.0f} %" for kind in both)),
         ("tokens recomputed, second half", *(f"{100 * kind['rows_second_half']:.0f} %" for kind in both)),
-        ("expected speed, packed blocks = 1", *(f"{kind['over_packed']:.2f}" for kind in both)),
+        ("expected speed, exact = 1", *(f"{kind['over_packed']:.2f}" for kind in both)),
         ("expected speed, original model = 1", *(f"{kind['over_stock']:.2f}" for kind in both)),
         ("records", *(f"{kind['records']:,}" for kind in both)),
         ("bytes of the records", *(size(kind["bytes"]) for kind in both)),
     ]
     out.table("", ("", "guarded", "no guard"), lines)
     out.paragraph(
-        f"A text takes {ms['stock']:.2f} ms with the original model, {ms['packed']:.2f} ms in packed blocks, and "
+        f"A text takes {ms['stock']:.2f} ms with the original model, {ms['packed']:.2f} ms in exact mode, and "
         f"{ms['int8']:.2f} ms with 8-bit layers. "
         "Speeds are those of the second half: timed for so many tokens, lookups included, reading of records not. "
         f"guarded: if no answer changes, with a budget of {100 * found['budget']:g} %; where answers change, less is "

@@ -80,7 +80,7 @@ def build_database(
     """Store records of your texts.
 
     Runs the model over every text and stores what its layers computed: attention maps, or rows. The texts should be
-    like those that will be served. Stopping is safe at any time: the same command goes on where it ended, and data
+    like those that will be asked. Stopping is safe at any time: the same command goes on where it ended, and data
     given later is added.
 
     \b

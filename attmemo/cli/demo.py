@@ -151,7 +151,10 @@ def verdict(embedder: dict[str, Any], classifier: dict[str, Any] | None, budget:
             if speed[best] > 1.0:
                 said.append(f"to {use}, {calls[best]}: {speed[best]:.2f}x the original model")
     if not said:
-        return "No method of attmemo is faster than the original model here: attmemo advise looks at your own model."
+        return (
+            "No method of attmemo is faster than the original model here. Larger models, and batches of mixed "
+            "lengths, gain more: attmemo advise times your own."
+        )
     return f"Fastest of attmemo here {'; '.join(said)}."
 
 

@@ -23,7 +23,7 @@ def tune(
     confidence: Annotated[float, options.share("How sure of it you want to be.")] = 0.95,
     text_column: options.TextColumn = None, limit: options.Limit = None, batch_size: options.BatchSize = 32,
     lookup: Annotated[options.Lookup, typer.Option(
-        help="One lookup per sequence, whose record serves all layers, or one in every layer."
+        help="One lookup per sequence, whose record is reused in all layers, or one in every layer."
     )] = "sequence",
     min_cosine: options.MinCosine = 0.98, pooling: options.Pooling = None, model: options.ModelPlace = None,
     allow_uncertified: Annotated[bool, typer.Option(
@@ -36,7 +36,7 @@ def tune(
     """Choose the threshold for a budget.
 
     Finds the one that reuses most while no more answers change than the budget allows. The texts should be
-    like those that will be served. A file that was added to the database after the training is judged in the order of
+    like those that will be asked. A file that was added to the database after the training is judged in the order of
     time: each text with the records of the texts before it. Other texts that are in the database are left out. The
     choice is stored in the database: `attmemo evaluate` and attmemo.memoize(model, database=DB) use it as threshold
     auto.

@@ -107,13 +107,15 @@ def found_of_services() -> list[str]:
 
 def reuse() -> list[str]:
     """What reuse gives, in short, for docs/measured.md."""
-    rows = []
+    rows, data = [], []
     for unit, file in (("AMX", "workloads-amx.json"), ("no matrix unit", "workloads.json")):
+        data.append(f"[{unit}]({file}): commit {measured(file)['commit']}")
         for name, one in measured(file)["streams"].items():
             over = one["rows"]["over exact"], one["rows at half load"]["over exact"]
             halves = [f"{1 / part['first half']:.2f}, {1 / part['second half']:.2f}" for part in over]
             rows.append((f"{name}, {unit}", *halves))
-    return table("stream, processor | speed without pauses, exact = 1: first half, second half | with pauses", rows)
+    head = "stream, processor | speed without pauses, exact = 1: first half, second half | with pauses"
+    return [*table(head, rows), "; ".join(data)]
 
 
 def streams(file: str) -> list[str]:

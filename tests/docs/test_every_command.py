@@ -34,7 +34,8 @@ TRIED: dict[str, tuple[str, str]] = {
         "docs/test_docs_make.py::test_the_shell_of_a_job_can_be_read", "jobs take minutes, download, or run this test"
     ),
     r"python scripts/\S+(?: .+)?": (
-        "docs/test_docs_scripts.py::test_a_script_takes_the_words_that_a_page_gives_it", "it measures for hours"
+        "docs/test_docs_scripts.py::test_a_script_takes_the_words_that_a_page_gives_it",
+        "it measures for minutes or hours, on texts and models that are not in the repository",
     ),
     r"\.venv/bin/python -m pytest .+": (
         "docs/test_docs_scripts.py::test_a_call_of_pytest_finds_tests", "these tests run anyway, or take minutes"

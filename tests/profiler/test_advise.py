@@ -160,7 +160,7 @@ class TestRecommendation:
         exact, advice = recommend(self.result(2.0, 2.5))
         assert "memoize(model) is exact and gives 1.40 times" in exact
         assert "Use memoize(model, budget=0.01)" in advice
-        assert "2.0 times the speed of packed blocks, 2.8 of the original model" in advice
+        assert "2.0 times the speed of exact mode, 2.8 of the original model" in advice
         assert "pauses between requests" in advice
 
     def test_packed_blocks_where_nothing_repeats(self) -> None:
