@@ -129,14 +129,15 @@ class Deferred:
     @property
     def spare(self) -> int:
         """Sequences that may wait to be learned from."""
-        if self.idle.works and self._to_learn() >= BEHIND:
-            return 0
         return max(self.room - KEPT_FREE, 0)
 
-    def _to_learn(self) -> int:
-        """Sequences that wait to be learned from."""
+    def takes(self, batch: int) -> bool:
+        """Whether so many sequences are to wait to be learned from."""
+        if self.spare < batch:
+            return False
         with self._lock:
-            return sum(len(part.places) for part in self._parts if part.kind == LEARNED)
+            waiting = sum(len(part.places) for part in self._parts if part.kind == LEARNED)
+        return waiting < BEHIND or not self.idle.works
 
     def add(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,

@@ -104,7 +104,7 @@ class Guarded:
                 tokens, each = tokens_in(mask), self._engine.counters.done.seconds_per_row
                 why = self.planner.why_left(tokens, len(mask), self.deferred, each)
                 if why is not None:
-                    learns = self.guard.learns and not self.guard.stands and self.deferred.spare >= len(mask)
+                    learns = self.guard.learns and not self.guard.stands and self.deferred.takes(len(mask))
                     places = worth_of(worth, len(mask) if learns else 0)
                     self._rest.begin(why, not places and self.planner.rests(why))
                     return self._left(forward, args, kwargs, tokens, mask, places, why)
@@ -121,7 +121,9 @@ class Guarded:
         if mask is None or mask.dim() != 2:
             with self._engine.open(left=True):
                 return forward(*args, **kwargs)
-        places = [] if whole else shadow.choose(len(mask), self.deferred.spare)
+        places = []
+        if not whole and self.deferred.takes(1):
+            places = shadow.choose(len(mask), self.deferred.spare)
         why: Skip | bool = "asked_without_reuse" if whole else True
         return self._left(forward, args, kwargs, tokens_in(mask), mask, places, why)
 
@@ -147,7 +149,8 @@ class Guarded:
         args, kwargs = args and shallow(args), shallow(kwargs)  # sentence-transformers writes into its argument
         inputs = args and shallow(args), shallow(kwargs)
         start, worked = perf_counter(), thread_time()
-        asking.room, asking.spare = self.deferred.room, self.deferred.spare
+        asking.room = room = self.deferred.room
+        asking.spare = max(room - KEPT_FREE, 0)
         with self._engine.open(asking=asking) as opened:
             try:
                 output = forward(*args, **kwargs)
@@ -201,7 +204,8 @@ class Guarded:
         try:
             if done.beside:
                 self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
-            if mask is not None and not self.planner.learns_at_once(asking) and self.guard.learns:
+            later = not self.planner.learns_at_once(asking) and self.deferred.takes(asking.batch)
+            if mask is not None and later and self.guard.learns:
                 self._learn_later(forward, inputs, output, mask, asking.left(done.offers), self.guard, seen)
         except Exception as error:
             self._failures.unverified(error, self.guard)
@@ -244,7 +248,7 @@ class Guarded:
     ) -> None:  # fmt: skip
         """Have answers compared, and records made of inputs that are grown, while no request runs."""
         grown = {place: asking.grown[place].copy() for place in asking.served if place in asking.grown}
-        fresh = [place for place in grown if place not in owed][: max(asking.room - KEPT_FREE - len(owed), 0)]
+        fresh = [place for place in grown if place not in owed][: max(asking.spare - len(owed), 0)]
         if owed:
             compare = partial(self._compare_owed, owed, grown, self.guard, asking.epoch)
             self._defer(forward, inputs, mask, list(owed), asking.batch, compare, "owed")

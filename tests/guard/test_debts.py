@@ -399,18 +399,19 @@ class TestDeferred:
 
         add("owed", deferred.BEHIND)
         add(deferred.LEARNED, deferred.BEHIND)
-        assert own.spare == own.room - deferred.KEPT_FREE, "no pause was used: requests may have come all at once"
+        assert own.takes(1), "no pause was used: requests may have come all at once"
         assert own.idle.part()
-        assert own.spare == 0, "the part was owed, and what there is to learn from gets old"
+        assert not own.takes(1), "the part was owed, and what there is to learn from gets old"
         while len(own) >= deferred.BEHIND:
             own.do_part(0.0)
-        assert own.spare == own.room - deferred.KEPT_FREE
+        assert own.takes(1)
         add(deferred.LEARNED, 1 + deferred.AT_ONCE)
-        assert own.spare == 0
+        assert not own.takes(1)
         for _ in range(GAPS):
             own.idle.began()
             own.idle.ended()
-        assert own.spare == own.room - deferred.KEPT_FREE, "no pause was used for a while"
+        assert own.takes(own.spare), "no pause was used for a while"
+        assert not own.takes(own.spare + 1)
 
     def test_without_a_model_nothing_may_wait(self) -> None:
         own = Deferred()
