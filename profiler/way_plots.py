@@ -35,7 +35,7 @@ COLORS: Final = {
 }  # fmt: skip
 _NAMES: Final = {
     STOCK: "stock", OPENVINO: "openvino", OPENVINO_INT8: "openvino", ONNX: "onnx", ONNX_INT8: "onnx", PACKED: "none",
-    ROWS: "rows", INT8: "8 bits", CACHE: "cache",
+    ROWS: "rows", INT8: "8 bits", CACHE: "cache", "none-int8": "8 bits",
 }  # fmt: skip
 WINDOWS: Final = 24
 FEW: Final = 8  # windows, up to which points are marked

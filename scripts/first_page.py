@@ -26,7 +26,8 @@ from results.files import DOCS
 
 from attmemo.profiler.peers.paths import PATHS, REUSE
 from attmemo.profiler.peers.verdict import Verdict, verdicts
-from attmemo.profiler.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE, png
+from attmemo.profiler.plots import GREY, INK, STYLE, png
+from attmemo.profiler.way_plots import color_of
 from attmemo.system.machine import conditions
 
 MODELS: Final = {
@@ -171,12 +172,11 @@ def draw(run: Run) -> bytes:
     """Bars of the first page, by batch size: each mode, and the best peer behind it."""
     sizes = run["batch"]
     bars = []
-    for (label, (path, key, exact)), color, rival in zip(
-        SHOWN.items(), (GREEN, BLUE, ORANGE), ("best exact peer", "best peer", None), strict=True
-    ):
+    rivals = ("best exact peer", "best peer", None)
+    for (label, (path, key, exact)), rival in zip(SHOWN.items(), rivals, strict=True):
         late = ", last third" * (key == "late_speed")
         own = [speed_of(run, path, size, key) for size in sizes]
-        bars.append((f"attmemo, {label.split(':')[0]}{late}", color, own))
+        bars.append((f"attmemo, {label.split(':')[0]}{late}", color_of(path), own))
         if rival:
             bars.append((rival, PEERS[exact], [float(best_peer(run, size, exact=exact)["speed"]) for size in sizes]))
     with mpl.rc_context(STYLE | {"xtick.labelsize": 12, "ytick.labelsize": 12, "legend.fontsize": 11}):

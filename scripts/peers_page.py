@@ -17,7 +17,7 @@ from results.files import standing
 from attmemo.profiler.peers import sentences, title_of, verdicts
 from attmemo.profiler.peers.paths import CACHE, PATHS
 from attmemo.profiler.peers.verdict import SURE
-from attmemo.profiler.plots import GREY, ORANGE, STYLE, png
+from attmemo.profiler.plots import GREY, STYLE, png
 from attmemo.profiler.way_plots import color_of
 from attmemo.wording import counted
 
@@ -382,7 +382,7 @@ def draw(found: Mapping[str, Any]) -> bytes:
 def _panel(axes: Any, runs: list[Run], size: int) -> None:
     peers = [[one.peer["speed"] for one in verdicts(run) if one.batch == size and one.peer] for run in runs]
     best = [own[0] if own else np.nan for own in peers]
-    axes.barh(range(len(runs)), best, 0.6, color=ORANGE, alpha=0.55, label="best peer within the budget")
+    axes.barh(range(len(runs)), best, 0.6, color=GREY, alpha=0.55, label="best peer within the budget")
     for path, (label, mark) in LINES.items():
         cells = [cell_of(run, path, size) for run in runs]
         speeds = [np.nan if cell is None else cell["speed"] for cell in cells]
