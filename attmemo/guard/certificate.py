@@ -9,6 +9,7 @@ Ramdas and Rinaldo (arXiv 2203.03532) for the alarm.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ EARNINGS: Final = 1000
 """Requests of which the budget may be saved up."""
 WORSE: Final = (2.0, 4.0, 8.0)
 """Rates that the alarm looks for, in budgets."""
+JUDGED: Final = 128
+"""Samples from which on it is judged whether a proof will come: what changed first is known by then."""
+HOPELESS: Final = 20.0
+"""Times as likely that they are of a rate that the alarm looks for, where it is judged that none will come."""
 BETWEEN_ALARMS: Final = 400.0
 """Verified samples between two false alarms, on average, if the rate is just the budget."""
 
@@ -118,6 +123,7 @@ class Certificate:
         self.budget, self.confidence = budget, confidence
         self.counts = Counts()
         self._highest: float | None = 1.0  # None: to be found
+        self._hopeless: bool | None = False  # the same
         self._alarm = np.ones(len(WORSE))
 
     @property
@@ -182,6 +188,22 @@ class Certificate:
         c.charged = max(c.charged - self.highest, 0.0)
 
     @property
+    def is_hopeless(self) -> bool:
+        """Whether what is verified changes so often that a proof will hardly come."""
+        if self._hopeless is None:
+            self._hopeless = self._find_hopeless()
+        return self._hopeless
+
+    def _find_hopeless(self) -> bool:
+        c = self.counts
+        rate = self.budget / _share_served(c.could, c.requests)
+        if c.same + c.changed < JUDGED or rate >= 1.0:
+            return False
+        worse = np.minimum(rate * np.array(WORSE), (1.0 + rate) / 2)
+        logs = c.changed * np.log(worse / rate) + c.same * (np.log1p(-worse) - math.log1p(-rate))
+        return bool(np.exp(np.minimum(logs, 700.0)).mean() >= HOPELESS)
+
+    @property
     def cost(self) -> float:
         """Changed answers so far, at most: what was served costs no more than the lowest bound there was."""
         lowest = min(self.highest, self.counts.lowest)
@@ -198,7 +220,7 @@ class Certificate:
         self.counts.owed += served
         self.counts.changed += changed
         self.counts.same += not changed
-        self._highest = None
+        self._highest = self._hopeless = None
         return self.alarms(changed)
 
     def alarms(self, changed: bool) -> bool:
@@ -210,11 +232,11 @@ class Certificate:
 
     def adopt(self, counts: Counts) -> None:
         """Go on from these counts."""
-        self.counts, self._highest = counts, None
+        self.counts, self._highest, self._hopeless = counts, None, None
 
     def restart(self) -> None:
         """Begin a new epoch."""
-        self.counts, self._highest, self._alarm = Counts(), 1.0, np.ones(len(WORSE))
+        self.counts, self._highest, self._hopeless, self._alarm = Counts(), 1.0, False, np.ones(len(WORSE))
 
     @property
     def share_served(self) -> float:

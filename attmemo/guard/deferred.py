@@ -7,6 +7,7 @@ nothing is lost but samples.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections import deque
@@ -44,14 +45,16 @@ AT_ONCE: Final = 4
 """Sequences that are taken at once, where it is not known when the next request comes: it shares the cores with no
 more."""
 IN_A_PAUSE: Final = 16
-"""The same, at most, in a pause whose length is known."""
+"""Sequences that are taken in a pause whose length is known, at most."""
 BEHIND: Final = 16
 """Sequences that wait to be learned from, beside which no others do as long as pauses are used: what is asked next is
 like what was asked last."""
 FILLS: Final = 0.8
 """Share of such a pause that they probably take."""
-LAST: Final = 5
-"""Parts of a kind that tell what a token takes: the median one, for some waited for a disk."""
+PIECES: Final = 4
+"""They are taken in so many pieces: behind each it is seen whether a request came before it was expected."""
+LAST: Final = 16
+"""Pieces of a kind that tell what a token takes: the median one, for some waited for a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +138,10 @@ class Deferred:
         """Whether so many sequences are to wait to be learned from."""
         if self.spare < batch:
             return False
+        if not self.idle.works:
+            return True
         with self._lock:
-            waiting = sum(len(part.places) for part in self._parts if part.kind == LEARNED)
-        return waiting < BEHIND or not self.idle.works
+            return sum(len(part.places) for part in self._parts if part.kind == LEARNED) < BEHIND
 
     def add(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,
@@ -201,18 +205,29 @@ class Deferred:
         return 0.0 if part is None or last is None else statistics.median(last) * part.tokens
 
     def do_part(self, seconds: float) -> bool:
-        """Take some of the oldest part, in the thread for idle times; return whether there are more.
+        """Take some of the oldest parts, in the thread for idle times; return whether there are more.
 
         `seconds`: so many are left, if that is known.
         """
-        each = self.part_takes()
-        most = min(max(int(FILLS * seconds / each), 1), IN_A_PAUSE) if seconds and each else AT_ONCE
+        each, end = self.part_takes(), perf_counter() + FILLS * seconds
+        if not (seconds and each):
+            self._do_piece(AT_ONCE)
+            return bool(self._parts)
+        piece = math.ceil(min(max(int(FILLS * seconds / each), 1), IN_A_PAUSE) / PIECES)
+        for _ in range(PIECES):
+            self._do_piece(piece)
+            each = self.part_takes()
+            if self.idle.is_over or not each or perf_counter() + piece * each > end:
+                break
+        return bool(self._parts)
+
+    def _do_piece(self, most: int) -> None:
+        """Take so many sequences of the oldest part, and time them."""
         with self._paying:  # before it is taken: else `compare_all` could miss it
             part, start = self._take(most), perf_counter()
             if part is not None and self._compare(part):  # others say nothing of the time of those that are
                 taken = (perf_counter() - start) / (part.tokens * len(part.places))
                 self._each.setdefault(part.kind, deque(maxlen=LAST)).append(taken)
-        return bool(self._parts)
 
     def _compare(self, part: Part) -> bool:
         """Compare a part, if it still says something; whether it was computed. `_paying` is held."""

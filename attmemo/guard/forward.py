@@ -94,7 +94,7 @@ class Guarded:
         try:
             if self._rest.left > 0.0 and self._rest.lasts and (running is None or running.is_plain):
                 return self._rest.run(self._engine, forward, args, kwargs)
-            if self._rest.taken:
+            if passed := self._rest.forwards:
                 self.planner.rested(*self._rest.end())
             mask, worth, pays = self.answers.mask_in(given), None, False
             if self.shadow is not None:
@@ -104,9 +104,9 @@ class Guarded:
                 tokens, each = tokens_in(mask), self._engine.counters.done.seconds_per_row
                 why = self.planner.why_left(tokens, len(mask), self.deferred, each)
                 if why is not None:
-                    learns = self.guard.learns and not self.guard.stands and self.deferred.takes(len(mask))
-                    places = worth_of(worth, len(mask) if learns else 0)
-                    self._rest.begin(why, not places and self.planner.rests(why))
+                    takes = not self.guard.stands and self.deferred.takes(len(mask))
+                    places = worth_of(worth, len(mask) if takes and self.guard.learns(1 + passed) else 0)
+                    self._rest.begin(why, not (places or self.deferred.idle.works) and self.planner.rests(why))
                     return self._left(forward, args, kwargs, tokens, mask, places, why)
                 pays = True
             return self._guarded(forward, args, kwargs, mask, Asking(worth=worth, pays=pays))
@@ -121,9 +121,8 @@ class Guarded:
         if mask is None or mask.dim() != 2:
             with self._engine.open(left=True):
                 return forward(*args, **kwargs)
-        places = []
-        if not whole and self.deferred.takes(1):
-            places = shadow.choose(len(mask), self.deferred.spare)
+        room = self.deferred.spare if self.deferred.takes(1) else 0
+        places = [] if whole else shadow.choose(len(mask), room)
         why: Skip | bool = "asked_without_reuse" if whole else True
         return self._left(forward, args, kwargs, tokens_in(mask), mask, places, why)
 
@@ -205,7 +204,7 @@ class Guarded:
             if done.beside:
                 self._verify(forward, inputs, gives_out, mask, seen, done.beside, asking)
             later = not self.planner.learns_at_once(asking) and self.deferred.takes(asking.batch)
-            if mask is not None and later and self.guard.learns:
+            if mask is not None and later and self.guard.learns():
                 self._learn_later(forward, inputs, output, mask, asking.left(done.offers), self.guard, seen)
         except Exception as error:
             self._failures.unverified(error, self.guard)

@@ -14,7 +14,7 @@
 
 What verifying may cost is not the guard's matter: a caller says how many it may verify at once
 (`attmemo.guard.time_account`). Beyond, only the small share is verified that is drawn anyway. While no request runs
-the records of all inputs that were answered exactly are tried (`attmemo.guard.deferred`).
+records of inputs that were answered exactly are tried (`attmemo.guard.deferred`).
 
 What is verified at once is answered exactly: that cannot change an answer, whatever the verification finds. What is
 verified afterwards was afforded like every reused answer.
@@ -308,7 +308,7 @@ class Guard:
                 self.verified.merge(stored.hashes)
                 if stored.epoch > self.epoch:  # another process raised the alarm: what was counted here is void
                     self.epoch, self._since, own = stored.epoch, stored.since, dict(stored.counts)
-                    self._alarmed, self._stands = True, False
+                    self._alarmed, self._stands, self._tried = True, False, 0
                     self.certificate.restart()
                 elif stored.epoch == self.epoch:
                     own = joined(beyond(own, known or {}), stored.counts)
@@ -349,14 +349,19 @@ class Guard:
 
     def _alarm(self) -> None:
         self._alarmed, self._since, self.epoch, self._synced = True, time.time(), self.epoch + 1, None
-        self._stands = False
+        self._stands, self._tried = False, 0
         self.margin.rise()
         self.certificate.restart()
 
-    @property
-    def learns(self) -> bool:
-        """Whether records are to be tried while no request runs: seldom where long there was no certificate."""
-        return self._tried < HOPE or self._random.random() < RARELY
+    def learns(self, forwards: int = 1) -> bool:
+        """Return whether records are to be tried, and made, while no request runs, behind so many forwards.
+
+        Seldom where there was no certificate for long, or none will come, unless equal inputs are asked: those are
+        answered by their records without one.
+        """
+        c = self.certificate.counts
+        hopes = not self.certificate.is_hopeless or c.repeated > RARELY * c.requests
+        return (self._tried < HOPE and hopes) or self._random.random() < 1.0 - (1.0 - RARELY) ** forwards
 
     @property
     def stands(self) -> bool:

@@ -82,7 +82,7 @@ class Idle:
     def _begin(self) -> None:
         self._running, self._ended = 0, monotonic()
         self._gaps: deque[float] = deque(maxlen=GAPS)
-        self._since, self._works = 0, False  # requests since the last part; whether there was one
+        self._since, self._works = 0, False  # requests since the last part began; whether there was one
         self._without = 0  # that began while others ran, since the last pause
         self._part_takes = FIRST  # seconds, as they were seen last
         self._signal = _Signal()
@@ -109,6 +109,11 @@ class Idle:
             return not self.works and sorted(self._gaps)[len(self._gaps) // 2] < self._quiet + self._part_takes
 
     @property
+    def is_over(self) -> bool:
+        """Whether a request came since the part began that is done now, or nothing more is to be done."""
+        return self._running > 0 or self._since > 0 or self._signal.closing.is_set()
+
+    @property
     def works(self) -> bool:
         """Whether work was done a few requests ago."""
         return self._works and self._since < GAPS
@@ -117,10 +122,10 @@ class Idle:
         """A request begins."""
         with self._lock:
             self._without = self._without + 1 if self._running else 0
-            if not self._running:
+            if not self._running:  # else it may be the same request: 8 bits and rows are guarded one around the other
                 self._gaps.append(monotonic() - self._ended)
+                self._since += 1
             self._running += 1
-            self._since += 1
 
     def ended(self) -> None:
         """A request has ended."""

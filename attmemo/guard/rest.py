@@ -27,11 +27,14 @@ class Rest:
     ----------
     left, taken : float
         Seconds of forwards until it is over, and of those that were not looked at.
+    forwards : int
+        So many were not looked at, until `end`.
     """
 
     def __init__(self) -> None:
         self._why: Skip | bool = False
         self.left = self.taken = self._until = 0.0
+        self.forwards = 0
         self._inputs: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -46,7 +49,7 @@ class Rest:
     def end(self) -> tuple[float, list[tuple[Tensor, Tensor]]]:
         """Look at the next forward; return the seconds, and ids and masks, of those that were not looked at."""
         found = self.taken, self._inputs
-        self.left, self.taken, self._inputs = 0.0, 0.0, []
+        self.left, self.taken, self.forwards, self._inputs = 0.0, 0.0, 0, []
         return found
 
     def run(self, engine: Engine, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -57,6 +60,7 @@ class Rest:
         taken = thread_time() - start
         self.left -= taken
         self.taken += taken
+        self.forwards += 1
         # No copies: if the caller writes other ids into them meanwhile, those count.
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         if isinstance(ids, Tensor) and isinstance(mask, Tensor) and len(self._inputs) < REMEMBERED:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.guard.certificate import BETWEEN_ALARMS, EARNINGS, Certificate, Counts, highest_rate, stake
+from attmemo.guard.certificate import BETWEEN_ALARMS, EARNINGS, JUDGED, Certificate, Counts, highest_rate, stake
 
 
 def request(certificate: Certificate, wanted: bool) -> bool:
@@ -140,6 +140,33 @@ class TestCertificate:
         assert certificate.counts.requests == before + many + 2
         assert certificate.spend([3], [False], [True]) == [False]
         assert certificate.counts.repeated == 3
+
+    @pytest.mark.parametrize(
+        ("samples", "changed", "hopeless"), [(JUDGED, 0, False), (JUDGED, 2, False), (JUDGED - 1, 20, False),
+                                             (JUDGED, 20, True), (20 * JUDGED, 20, False), (20 * JUDGED, 200, True)]
+    )  # fmt: skip
+    def test_where_many_times_the_budget_changes_a_proof_is_hopeless(
+        self, samples: int, changed: int, hopeless: bool
+    ) -> None:
+        certificate = Certificate(0.01, 0.95)
+        for number in range(samples):
+            certificate.sample(number < changed)
+            request(certificate, False)
+        assert certificate.is_hopeless == hopeless
+        certificate.restart()
+        assert not certificate.is_hopeless
+
+    @pytest.mark.parametrize("budget", [0.002, 0.01, 0.3, 0.9])
+    def test_answers_that_change_as_seldom_as_the_budget_allows_are_seldom_hopeless(self, budget: float) -> None:
+        random, wrong = np.random.default_rng(0), 0
+        for _ in range(50):
+            certificate, found = Certificate(budget, 0.95), False
+            for changed in random.random(600) < budget:
+                certificate.sample(bool(changed))
+                request(certificate, False)
+                found |= certificate.is_hopeless
+            wrong += found
+        assert wrong <= 5
 
     def test_counts_are_copied(self) -> None:
         counts = Counts(1, 2, 3, 4, 5, 6.5, 7.5, 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -313,12 +314,63 @@ class TestDeferred:
         assert torch.equal(given, torch.arange(4.0 * len(given)).view(-1, 4)), "each with its own arguments"
         assert len(own) == 0
 
-    def test_in_a_pause_of_known_length_as_many_are_taken_as_fit(self) -> None:
-        _, own, seen = self.made(deferred.MOST)
-        for seconds in (0.01, 1.0, 0.0):
-            own._each["owed"] = deque([0.001])
-            assert own.do_part(seconds)
-        assert [len(part.places) for part in seen] == [8, IN_A_PAUSE, AT_ONCE]
+    def in_a_pause(
+        self, monkeypatch: pytest.MonkeyPatch, each: float, seconds: float, request: Sequence[str] = ()
+    ) -> list[int]:
+        """The sequences of each piece of a part, where a sequence is thought to take 1 ms.
+
+        `each`: what a sequence does take, in seconds; `request`: what a request does in the second piece.
+        """
+        model, own, _ = self.made()
+        now, pieces = 0.0, list[int]()
+
+        def compare(part: Part) -> bool:
+            nonlocal now
+            now += each * len(part.places)
+            pieces.append(len(part.places))
+            for does in request if len(pieces) == 2 else ():
+                getattr(own.idle, does)()
+            return True
+
+        monkeypatch.setattr(deferred, "perf_counter", lambda: now)
+        given, count = torch.ones(deferred.MOST, 4), deferred.MOST
+        own.add(model, ((given,), {}), None, range(count), count, compare, "owed")
+        own._each["owed"] = deque([0.001])
+        own.idle._since = 0  # as where a part begins
+        assert own.do_part(seconds)
+        return pieces
+
+    @pytest.mark.parametrize(
+        ("seconds", "pieces"), [(0.0101, [2, 2, 2, 2]), (1.0, [IN_A_PAUSE // 4] * 4), (0.001, [1]), (0.0, [AT_ONCE])]
+    )
+    def test_in_a_pause_of_known_length_as_many_are_taken_as_fit(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float, pieces: list[int]
+    ) -> None:
+        assert self.in_a_pause(monkeypatch, 0.001, seconds) == pieces
+
+    @pytest.mark.parametrize("request_does", [["began"], ["began", "ended"], ["close"]])
+    def test_where_a_request_comes_early_the_rest_of_a_part_waits(
+        self, monkeypatch: pytest.MonkeyPatch, request_does: list[str]
+    ) -> None:
+        assert self.in_a_pause(monkeypatch, 0.001, 0.0101, request_does) == [2, 2]
+
+    def test_what_takes_an_unknown_time_is_not_begun_in_the_midst_of_a_pause(self) -> None:
+        model, own, _ = self.made()
+        seen = list[str]()
+        for kind in ("owed", "grown"):
+            own.add(
+                model, ((torch.ones(1, 4),), {}), None, [0], 1, lambda part: bool(seen.append(part.kind)) or True, kind
+            )  # fmt: skip
+        own._each["owed"] = deque([0.001])
+        assert own.do_part(1.0)
+        assert seen == ["owed"]
+        assert not own.do_part(1.0)
+        assert seen == ["owed", "grown"]
+
+    def test_a_part_that_takes_longer_than_it_was_thought_to_ends_earlier(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # fmt: skip
+        assert self.in_a_pause(monkeypatch, 0.0025, 0.0101) == [2]
 
     def test_a_part_that_says_nothing_any_more_tells_no_time(self) -> None:
         model, own, _ = self.made()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from attmemo.guard import certificate as certificate_module
 from attmemo.guard.certificate import Counts, highest_rate
-from attmemo.guard.guard import ALIKE, Guard
+from attmemo.guard.guard import ALIKE, HOPE, Guard
 from attmemo.guard.margin import CLASSES, SEEN, VECTORS, Margin
 from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
@@ -250,6 +250,23 @@ class TestGuard:
         assert guard.certificate.counts.served == 4
         assert guard.decide([Evidence.UNKNOWN] * 2, [0, 0]) == [Verdict.LEARN, None]
         assert guard.certificate.counts.requests == 26
+
+    def test_where_a_proof_is_hopeless_records_are_seldom_tried_until_it_is_not(self) -> None:
+        guard = Guard(0.01, 0.95, seed=0)
+        guard.certificate.adopt(Counts(same=300, changed=40, requests=800))
+        assert 20 < sum(guard.learns() for _ in range(1000)) < 120
+        assert 200 < sum(guard.learns(16) for _ in range(320)) < 240, "as often, where others were not looked at"
+        guard.certificate.adopt(Counts(same=300, changed=40, requests=800, repeated=100))
+        assert all(guard.learns() for _ in range(100)), "equal inputs need no proof, but records"
+        guard.certificate.adopt(Counts(same=4000, changed=40, requests=8000))
+        assert all(guard.learns() for _ in range(100))
+
+    def test_after_an_alarm_records_are_tried_as_at_first(self) -> None:
+        guard = Guard(0.01, 0.95, seed=0)
+        guard.try_all([Evidence.NONE] * HOPE)
+        assert not all(guard.learns() for _ in range(100))
+        guard.alarm()
+        assert all(guard.learns() for _ in range(100))
 
     def test_a_margin_rises_with_an_alarm(self) -> None:
         guard = certified()

@@ -150,6 +150,29 @@ def test_requests_that_overlap_are_no_pauses(monkeypatch: pytest.MonkeyPatch) ->
     assert not worker.idle.is_busy
 
 
+def test_work_counts_as_done_lately_for_a_few_requests_each_of_which_counts_once() -> None:
+    worker = Worker()
+    assert not worker.idle.works
+    worker.idle.part()
+    for _ in range(GAPS - 1):
+        for _ in range(2):  # one guard around the other
+            worker.idle.began()
+        for _ in range(2):
+            worker.idle.ended()
+    assert worker.idle.works
+    worker.idle.began()
+    assert not worker.idle.works
+
+
+def test_a_part_is_over_once_a_request_came_or_the_thread_is_to_end() -> None:
+    worker = Worker()
+    for ends in (lambda: (worker.idle.began(), worker.idle.ended()), worker.idle.close):
+        worker.idle.part()
+        assert not worker.idle.is_over
+        ends()
+        assert worker.idle.is_over
+
+
 def test_pauses_say_nothing_once_no_thread_works_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "QUIET", 0.002)
     worker = after_requests(Clock(monkeypatch), [0.04] * GAPS, 0.02)

@@ -113,6 +113,16 @@ def test_requests_without_reuse_are_not_tried(case: Case) -> None:
     assert seen.rows == seen.tokens == LENGTHS
 
 
+def test_answers_are_counted_while_no_more_of_them_may_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shadowed(case)
+    before = shadow_of(model)
+    monkeypatch.setattr(model.attmemo.deferred, "takes", lambda batch: False)
+    run(model, BOTH)
+    found = shadow_of(model)
+    assert found["seen"] - before["seen"] == COUNT
+    assert found["tried"] == before["tried"]
+
+
 def test_rows_to_compute_are_all(case: Case) -> None:
     model = shadowed(case)
     assert model.attmemo.rows_to_compute([BASE["input_ids"][0].tolist()]) == [len(BASE["input_ids"][0])]
