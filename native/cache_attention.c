@@ -7,8 +7,8 @@
  * rows are read where they lie.
  *
  * THIS FILE is the front: arguments and their rules, pages, storing new tokens, what each query sees, tasks and
- * threads. The arithmetic stands behind attention.h; attend_in_torch in attmemo/kernels/cache_attention.py says
- * what is computed.
+ * threads. The arithmetic stands behind attention.h; what is computed says attend_in_torch in
+ * attmemo/fastseq/serving/ops/cache_attention.py.
  *
  * THE SHAPE OF THE WORK.  The R query heads that share a key-value head are queries of one task, so that each key is
  * read once for all of them; a chunk of a prompt adds its tokens as further queries, up to a tile. Where a sequence has
@@ -432,7 +432,7 @@ static bool read_grid(Grid *grid, unsigned long long data, int type, Py_ssize_t 
 PyDoc_STRVAR(
     attend_doc,
     "attend($module, tensors, output, indices, sizes, flags, slopes, isa, /)\n--\n\n"
-    "Store new keys and values in the cache and attend over it. Called by attmemo.kernels.cache_attention, which has made sure\n"
+    "Store new keys and values in the cache and attend over it. Called by attmemo.fastseq.serving.ops.cache_attention, which has made sure\n"
     "that the addresses are those of living tensors with these sizes and strides, and that numbers of a head are\n"
     "neighbours in them.\n\n"
     "tensors: query, key, value, cache, scale and mask, each (address, type, stride of planes, of tokens, of heads);\n"

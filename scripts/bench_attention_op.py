@@ -50,7 +50,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attmemo.fastseq.ops import cache_shape, multi_head_cache_attention, scale_shape
-from attmemo.kernels import cache_attention, pages
+from attmemo.fastseq.serving.ops import cache_attention
+from attmemo.kernels import pages
 from attmemo.profiler.plots import GREY, STYLE, png
 from attmemo.profiler.turns import Job, interleave
 

@@ -70,7 +70,7 @@ def pytest_configure() -> None:
     name = os.environ.get("SEEDED_BUG")
     if not name:
         return
-    from attmemo.kernels import cache_attention as reference
+    from attmemo.fastseq.serving.ops import cache_attention as reference
 
     right, wrong = BUGS[name]
     source = Path(reference.__file__).read_text()

@@ -22,9 +22,9 @@ from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsPro
 from attmemo import fastseq
 from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram
 from attmemo.fastseq.generate.ngram import ban_ngrams, swap_ngram_processors
+from attmemo.fastseq.generate.ngram_mask import banned_mask
 from attmemo.fastseq.serving.ops.triton import is_interpreted
 from attmemo.kernels import _ngram
-from attmemo.kernels.ngram import banned_mask
 
 INFINITY = float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -331,7 +331,7 @@ class TestSwap:
 TRITON = """
 import torch
 from attmemo.fastseq.generate.ngram_triton import ban_ngrams
-from attmemo.kernels.ngram import banned_mask
+from attmemo.fastseq.generate.ngram_mask import banned_mask
 
 generator = torch.Generator().manual_seed(0)
 banned = 0

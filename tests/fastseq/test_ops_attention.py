@@ -25,7 +25,7 @@ from ops_cases import (
     slope,
 )
 
-from attmemo.kernels.cache_attention import alibi_slopes
+from attmemo.fastseq.serving.ops.cache_attention import alibi_slopes
 
 MIXED = [(1, 6), (1, 0), (3, 4), (5, 0)]
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, StaleStepError, UnknownSequenceError
+from attmemo.fastseq.serving.ops.cache_attention import dequantize, quantize
 from attmemo.fastseq.serving.ops.kv_cache import KeyValueCache
 from attmemo.fastseq.serving.ops.page_allocator import PageAllocator
-from attmemo.kernels.cache_attention import dequantize, quantize
 from attmemo.kernels.pages import zeros
 
 LAYERS, HEADS, KV_HEADS, WIDTH, WORDS, PAGES, PAGE = 2, 4, 2, 8, 16, 9, 4

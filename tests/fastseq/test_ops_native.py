@@ -20,9 +20,9 @@ from ops_cases import TOLERANCE, Case, cases, clone, octets
 from walls import before_walls
 
 from attmemo.fastseq.ops import check_arguments, multi_head_cache_attention
-from attmemo.fastseq.serving.ops import cpu
+from attmemo.fastseq.serving.ops import cache_attention, cpu
 from attmemo.kernels import _cache_attention as native
-from attmemo.kernels import _map_product, cache_attention
+from attmemo.kernels import _map_product
 from attmemo.kernels.omp_team import join_torch
 
 SETS = cache_attention.instruction_sets()

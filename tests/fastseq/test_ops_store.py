@@ -18,7 +18,7 @@ from ops_cases import BOTH, FLOATS, NAMES, Case, check, clone, judge, octets, ru
 
 from attmemo.fastseq.ops import cache_shape, check_arguments, multi_head_cache_attention, scale_shape
 from attmemo.fastseq.serving.ops import cpu
-from attmemo.kernels.cache_attention import instruction_sets, pack, unpack
+from attmemo.fastseq.serving.ops.cache_attention import instruction_sets, pack, unpack
 
 SETS = ["reference", *instruction_sets()]
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attmemo.fastseq.generate.decoder_stack import Block, DecoderStack, SharedKeys
 from attmemo.fastseq.generate.descriptions import Stack, describe
 from attmemo.fastseq.generate.refusal import Refusal
 from attmemo.fastseq.generate.vocabulary import Linears, Vocabulary, Weights, kind_of, move_to_slab
-from attmemo.kernels.decoder import Block, DecoderStack, SharedKeys
 from attmemo.kernels.linear8 import Linear8
 from attmemo.kernels.packed_weights import MOST_INPUTS, Panels
 

@@ -2,7 +2,8 @@
 
 FastSeq (arXiv 2106.04718), Algorithm 1. transformers (5.15 and later) makes a mask of rows times vocabulary and
 fills a copy of the scores; its variant for n-grams of the source loops in Python. Here a kernel writes the few
-banned scores in place: C on a CPU, Triton on a GPU; elsewhere the oracle's mask (`attmemo.kernels.ngram`).
+banned scores in place: C on a CPU, Triton on a GPU; elsewhere the oracle's mask
+(`attmemo.fastseq.generate.ngram_mask`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from attmemo.kernels import ngram as kernel
+from attmemo.fastseq.generate import ngram_mask as kernel
 
 _NOTHING = -1  # the id of no token; fills the shorter rows of a source
 

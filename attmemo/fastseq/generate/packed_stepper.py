@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from attmemo.fastseq.generate.call_state import CallState
+from attmemo.fastseq.generate.decoder_stack import OwnKeys, SharedKeys
 from attmemo.fastseq.generate.decoders import PackedDecoder, PackedStack
 from attmemo.fastseq.generate.stepper import Stepper
 from attmemo.fastseq.generate.vocabulary import MOST_ROWS, Rough
-from attmemo.kernels.decoder import OwnKeys, SharedKeys
 
 _FEWEST_RIGHT: Final = 0.25  # of drafts: with fewer right ones they cost more than they save
 _WEIGHT: Final = 0.1  # of the last draft in the share of right ones

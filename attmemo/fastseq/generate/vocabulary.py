@@ -26,8 +26,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from attmemo.fastseq.generate.decoder_stack import FEWEST
 from attmemo.fastseq.generate.refusal import Refusal
-from attmemo.kernels.decoder import FEWEST
 from attmemo.kernels.linear8 import Linear8, rounded, rounded_rows
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32

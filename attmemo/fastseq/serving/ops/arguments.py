@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from attmemo.errors import ArgumentError, ArgumentTypeError, CacheOverlapError, CacheRangeError
+from attmemo.fastseq.serving.ops import cache_attention
 from attmemo.fastseq.serving.ops.cache_layout import AXES, cache_shape, layer_planes, scale_shape
-from attmemo.kernels import cache_attention
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CODES = {8: (torch.int8,), 4: (torch.uint8, torch.int8)}
@@ -109,13 +109,13 @@ class Arguments:
         return Indices(*arrays)
 
     def tensors(self) -> tuple[Any, ...]:
-        """What `attmemo.kernels.cache_attention` takes by position."""
+        """What `attmemo.fastseq.serving.ops.cache_attention` takes by position."""
         at = self.indices
         indices = (at.seqstarts, at.kvstarts, at.cachestarts, at.start_pos)
         return self.query, self.key, self.value, self.cache_planes, self.scale_planes, self.mask, indices
 
     def settings(self) -> dict[str, Any]:
-        """What `attmemo.kernels.cache_attention` takes by name."""
+        """What `attmemo.fastseq.serving.ops.cache_attention` takes by name."""
         names = ("quant_bit", "page_size", "decoding_batches", "is_causal", "is_alibi")
         return {name: getattr(self, name) for name in names}
 

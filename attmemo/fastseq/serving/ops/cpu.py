@@ -1,11 +1,11 @@
-"""The fast implementation for CPUs: the C kernel behind `attmemo.kernels.cache_attention`."""
+"""The fast implementation for CPUs: the C kernel behind `attmemo.fastseq.serving.ops.cache_attention`."""
 
 from __future__ import annotations
 
 import torch
 
+from attmemo.fastseq.serving.ops import cache_attention
 from attmemo.fastseq.serving.ops.arguments import Arguments
-from attmemo.kernels import cache_attention
 
 
 def why_not(a: Arguments) -> str | None:

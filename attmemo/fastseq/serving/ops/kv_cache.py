@@ -15,10 +15,10 @@ import torch
 
 from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, StaleStepError, UnknownSequenceError
 from attmemo.fastseq.serving.ops.attention import multi_head_cache_attention
+from attmemo.fastseq.serving.ops.cache_attention import cache_rows, load
 from attmemo.fastseq.serving.ops.cache_layout import AXES, cache_shape, layer_planes, scale_shape
 from attmemo.fastseq.serving.ops.cache_step import CachedSequence, CacheStep, make_step
 from attmemo.fastseq.serving.ops.page_allocator import PageAllocator
-from attmemo.kernels.cache_attention import cache_rows, load
 from attmemo.kernels.pages import zeros
 
 

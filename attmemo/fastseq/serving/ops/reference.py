@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from attmemo.fastseq.serving.ops import cache_attention
 from attmemo.fastseq.serving.ops.arguments import Arguments
-from attmemo.kernels import cache_attention
 
 
 def attend(a: Arguments) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attmemo.fastseq.serving.ops.arguments import Arguments
-from attmemo.kernels.cache_attention import EPSILON, alibi_slopes
+from attmemo.fastseq.serving.ops.cache_attention import EPSILON, alibi_slopes
 
 _WIDEST = 256  # elements of a head: the widest whose blocks are known to fit shared memory
 

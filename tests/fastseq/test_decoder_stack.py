@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attmemo.fastseq.generate.decoder_stack import Block, DecoderStack, OwnKeys, SharedKeys, attend_in_torch
 from attmemo.kernels import _decode as native
-from attmemo.kernels.decoder import Block, DecoderStack, OwnKeys, SharedKeys, attend_in_torch
 from attmemo.kernels.linear32 import Linear32
 from attmemo.kernels.norms import Norm
 
