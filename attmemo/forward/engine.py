@@ -27,12 +27,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import partial
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
@@ -52,6 +50,7 @@ from attmemo.forward.stats import Counters
 from attmemo.forward.watch import CHANGED, Watch
 from attmemo.models import Adapter, Call, Site, Spans
 from attmemo.models.cache_name import cache_of
+from attmemo.system.locking import weakly
 
 _LOG = logging.getLogger("attmemo")
 
@@ -95,7 +94,7 @@ class Engine:
         self._inside: Counter[int] = Counter()  # forwards that run, by thread
         self._counting = threading.Condition()
         self.reset_stats()
-        os.register_at_fork(after_in_child=partial(_in_child, weakref.ref(self)))  # a fork keeps no engine alive
+        os.register_at_fork(after_in_child=weakly(self.leave_to_parent))
 
     # -- the path
 
@@ -371,12 +370,6 @@ class Engine:
     def close(self) -> None:
         """Give windows back. The database stays open: others may use it."""
         self.reuse.close()
-
-
-def _in_child(engine: weakref.ref[Engine]) -> None:
-    found = engine()
-    if found is not None:
-        found.leave_to_parent()
 
 
 def _turn(sites: Sequence[Site], forward: Forward) -> Site | None:

@@ -10,12 +10,11 @@ import threading
 import weakref
 from collections import deque
 from contextlib import suppress
-from functools import partial
 from time import monotonic, perf_counter
 from typing import Final, Protocol
 
 from attmemo.kernels.omp_team import leave_team
-from attmemo.system.locking import thread_lock
+from attmemo.system.locking import thread_lock, weakly
 
 _LOG = logging.getLogger("attmemo")
 
@@ -71,12 +70,11 @@ class Idle:
         self._work, self._quiet = weakref.ref(work), QUIET
         self._lock = thread_lock()
         self._begin()
-        own = weakref.ref(self)
-        self._leave = partial(_call, own, "close")
+        self._leave = weakly(self.close)
         atexit.register(self._leave)
         os.register_at_fork(
-            before=partial(_call, own, "_before_fork"), after_in_parent=partial(_call, own, "_after_fork"),
-            after_in_child=partial(_call, own, "_begin"),
+            before=weakly(self._before_fork), after_in_parent=weakly(self._after_fork),
+            after_in_child=weakly(self._begin),
         )  # fmt: skip
 
     def _begin(self) -> None:
@@ -240,9 +238,3 @@ def _yield_to_others() -> None:
         with suppress(OSError):
             own = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, own, min(os.getpriority(os.PRIO_PROCESS, own) + NICE, 19))
-
-
-def _call(own: weakref.ref[Idle], name: str) -> None:
-    idle = own()
-    if idle is not None:
-        getattr(idle, name)()

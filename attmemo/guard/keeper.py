@@ -8,11 +8,11 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
 from attmemo.guard.file import Ledger
 from attmemo.guard.guard import Guard
+from attmemo.system.locking import weakly
 
 _LOG = logging.getLogger("attmemo")
 
@@ -39,9 +39,9 @@ class Keeper:
             self.sync()
         own = weakref.ref(self)  # a keeper that nothing else holds ends its thread
         threading.Thread(target=_run, args=(own, self._closing, every), daemon=True, name="attmemo-guard").start()
-        self._leave = partial(_close, own)
+        self._leave = weakly(self.close)
         atexit.register(self._leave)
-        os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(guard)))
+        os.register_at_fork(after_in_child=weakly(guard.leave_to_parent))
 
     def _mend(self) -> None:
         with suppress(OSError):  # the first sync tells
@@ -80,15 +80,3 @@ def _run(own: weakref.ref[Keeper], closing: threading.Event, every: float) -> No
             return
         keeper.sync_if_dirty()
         del keeper
-
-
-def _close(own: weakref.ref[Keeper]) -> None:
-    keeper = own()
-    if keeper is not None:
-        keeper.close()
-
-
-def _leave_to_parent(guard: weakref.ref[Guard]) -> None:
-    found = guard()
-    if found is not None:
-        found.leave_to_parent()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from attmemo.kernels.kinds import Kinds
 from attmemo.kernels.plan import Evidence, RowPlan
 from attmemo.models import Call, Spans
 from attmemo.rows.index import Candidates, TokenIndex
+from attmemo.rows.live_store import GrowingRows
 from attmemo.rows.planner import Asked, Flags, Ints, RowPlanner, plan_of
 
 REMEMBERED: Final = 1 << 14
@@ -55,29 +56,6 @@ FALLS: Final = 0.7
 """Where the bound of changed answers has fallen to so much of what it was, it is tried anew what records save."""
 
 
-class Store(Protocol):
-    """Keeps sequences that were computed whole."""
-
-    def fits(self, lengths: Ints) -> Flags:
-        """Return which sequences of these lengths ``[B]`` can be kept at all."""
-
-    def admit(self, lengths: Ints) -> int:
-        """Return how many sequences of these lengths, the first ones, may become records, computed whole."""
-
-    def pay_from(self, account: TimeAccount) -> None:
-        """Let this account pay from now on for what is stored beside requests."""
-
-    def waits(self) -> float:
-        """Return the seconds that it takes to store what was offered."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether records can be added and nothing has to go."""
-
-    def awaiting(self, tokens: Tokens, starts: Ints) -> Flags:
-        """Return of which sequences ``[B]`` a record may be on its way."""
-
-
 class GuardedPlanner(RowPlanner):
     """Finds records whose changes are known; of the others, those to verify.
 
@@ -91,7 +69,7 @@ class GuardedPlanner(RowPlanner):
         Kinds of token ids, as in `attmemo.kernels.changes.changes`.
     rounds : bool
         Whether last hidden states of records are stored in fewer bits than the model computes with.
-    store : Store or None
+    store : GrowingRows or None
         Keeps sequences that are computed whole; None: none is kept.
 
     The other parameters are those of `RowPlanner`.
@@ -101,7 +79,7 @@ class GuardedPlanner(RowPlanner):
 
     def __init__(
         self, index: TokenIndex, threshold: float, rule: Rule, *, relative: bool, gated: bool = True, guard: Guard,
-        kinds: Kinds, store: Store | None, rounds: bool = False,
+        kinds: Kinds, store: GrowingRows | None, rounds: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=False)  # the account says what pays
         self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store

@@ -98,6 +98,12 @@ def difference(seen: Tensor, expected: Tensor) -> float:
     return float((seen - expected).abs().max()) / (float(expected.abs().max()) or 1.0)
 
 
+def require(worst: float, allowed: float, what: str, how: str = UNKNOWN) -> None:
+    """Raise AdapterCheckError where `what` differs by more than is allowed, or by no number; `how`: what helps."""
+    if not worst <= allowed:
+        raise AdapterCheckError(f"{what} by {worst:.2e} of its range (allowed {allowed:.0e}).", how)
+
+
 class _Check:
     """What is compared in each layer, and the greatest difference so far."""
 
@@ -153,12 +159,7 @@ class _Check:
         found = difference(seen, expected)
         # max() would forget a NaN that another row follows
         self.worst = found if math.isnan(found) or found > self.worst else self.worst
-        if not self.worst <= self.allowed:
-            raise AdapterCheckError(
-                f"{where}: {what} differs from the exact output by {self.worst:.2e} of its range "
-                f"(allowed {self.allowed:.0e}).",
-                UNKNOWN,
-            )
+        require(self.worst, self.allowed, f"{where}: {what} differs from the exact output")
 
 
 def is_exact(model: nn.Module) -> bool:

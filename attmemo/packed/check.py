@@ -18,7 +18,7 @@ from attmemo.forward.trial import DEEP, Handle, enable_within, not_served
 from attmemo.kernels.linear8 import Linear8, linear8_in_torch
 from attmemo.kernels.row_attention import Layout
 from attmemo.models import Adapter
-from attmemo.models.check import UNKNOWN, checking, difference, tolerance
+from attmemo.models.check import UNKNOWN, checking, difference, require, tolerance
 from attmemo.packed.runner import Angles, Packed
 from attmemo.packed.stack import places_of
 from attmemo.packed.whole_model import Parts, WholeModel, parts_of
@@ -67,12 +67,8 @@ def check_layers(packed: Packed) -> None:
                 gated=layer.gated,
             )  # fmt: skip
         worst, allowed = difference(layer(x), expected), _LINEAR8[packed.dtype]
-        if not worst <= allowed:
-            raise AdapterCheckError(
-                f"an 8-bit layer of block {number} differs from plain arithmetic by {worst:.2e} of its range "
-                f"(allowed {allowed:.0e}).",
-                "leave out linear='int8'",
-            )
+        what = f"an 8-bit layer of block {number} differs from plain arithmetic"
+        require(worst, allowed, what, "leave out linear='int8'")
 
 
 def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> type[Any]:
@@ -109,12 +105,7 @@ def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> type[Any
         found = packed.block(number, _rows(hidden, places), layout, known, angles)
         worst = apart(packed, found, _rows(expected, places))
         seen.append(number)
-        if not worst <= allowed:
-            raise AdapterCheckError(
-                f"block {number} over packed rows differs from the original by {worst:.2e} of its range "
-                f"(allowed {allowed:.0e}).",
-                UNKNOWN,
-            )
+        require(worst, allowed, f"block {number} over packed rows differs from the original")
 
     with checking(model, "a small batch cannot be checked with this model") as stack, torch.inference_mode():
         turns: dict[nn.Module, list[int]] = {}  # a module may be several blocks
@@ -151,14 +142,8 @@ def check_stack(handle: Handle, adapter: Adapter, model: nn.Module, packed: Pack
         seen = _rows(host(**inputs)[0], places)
         if handle.engine.counters.done.sequences != len(lengths):
             raise not_served("a small batch", handle.engine)
-    allowed = allowed_for(packed, model)
-    worst = apart(packed, seen, expected)
-    if not worst <= allowed:
-        raise AdapterCheckError(
-            f"the last hidden states differ from the original's by {worst:.2e} of their range "
-            f"(allowed {allowed:.0e}).",
-            UNKNOWN,
-        )
+    what = "the output of the blocks differs from the original's"
+    require(apart(packed, seen, expected), allowed_for(packed, model), what)
 
 
 def check_whole(handle: Handle, adapter: Adapter, model: nn.Module, dtype: torch.dtype) -> Parts | None:

@@ -9,7 +9,7 @@ from attmemo.errors import AdapterCheckError
 from attmemo.forward.trial import Handle, enable_within, not_served
 from attmemo.models import Adapter
 from attmemo.models.base import inputs_of
-from attmemo.models.check import UNKNOWN, checking
+from attmemo.models.check import UNKNOWN, checking, require
 from attmemo.packed.check import allowed_for, apart
 from attmemo.packed.prefixes import CUT
 from attmemo.packed.runner import Packed
@@ -36,13 +36,8 @@ def check_prefixes(handle: Handle, adapter: Adapter, model: nn.Module, packed: P
         seen = [host(**inputs)[0][valid] for _ in range(times)]
         if not 0 < handle.engine.counters.done.rows - before <= rows * times:
             raise not_served("a batch of equal prefixes", handle.engine)
-    worst, allowed = apart(packed, seen[-1], expected), allowed_for(packed, model)
-    if not worst <= allowed:
-        raise AdapterCheckError(
-            f"behind equal prefixes the last hidden states differ from the original's by {worst:.2e} of their range "
-            f"(allowed {allowed:.0e}).",
-            UNKNOWN,
-        )
+    what = "behind equal prefixes the output of the blocks differs from the original's"
+    require(apart(packed, seen[-1], expected), allowed_for(packed, model), what)
     if packed.keeps_bits and not all(torch.equal(one, seen[0]) for one in seen):
         raise AdapterCheckError("rows of stored prefixes have other bits than computed ones.", UNKNOWN)
 

@@ -11,11 +11,9 @@ drive out each other. Of either kind the one goes that was used least recently, 
 from __future__ import annotations
 
 import os
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
@@ -26,7 +24,7 @@ from attmemo.kernels.pages import untouched
 from attmemo.kernels.row_attention import Stored
 from attmemo.kernels.row_sinks import Copies
 from attmemo.packed.prefixes import CUT, Embedded, Folded, Ints, Sources
-from attmemo.system.locking import thread_lock
+from attmemo.system.locking import thread_lock, weakly
 
 ONCE: Final = 0.25
 """Share of the room."""
@@ -99,7 +97,8 @@ class Pages(ABC):
         self._rows = untouched((blocks, 2, slots, size), dtype)
         self._ends = untouched((self.ends, slots, hidden), dtype)
         self._clear()
-        os.register_at_fork(after_in_child=partial(_in_child, weakref.ref(self)))  # a fork keeps no store alive
+        # Leases of the parent's threads will never be given back in a child, and what one was doing is half done.
+        os.register_at_fork(after_in_child=weakly(self._clear))
 
     def _clear(self) -> None:
         pages = self._pages
@@ -253,9 +252,3 @@ def slots_of(pages: Sequence[int]) -> Sources:
     """The slots of pages, one behind the other."""
     found = np.array(pages, np.int32)[:, None] * CUT + np.arange(CUT)
     return found.astype(np.int32).reshape(-1)
-
-
-def _in_child(store: weakref.ref[Pages]) -> None:
-    """Leases of the parent's threads will never be given back, and what one was doing is half done."""
-    if (found := store()) is not None:
-        found._clear()

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from attmemo.errors import AdapterCheckError
 from attmemo.forward.plan import Plan, RowShare, Share
 from attmemo.forward.trial import Handle, enable_within, not_served
 from attmemo.models import Adapter, Rows, Spans
-from attmemo.models.check import UNKNOWN, checking, difference
+from attmemo.models.check import checking, difference, require
 from attmemo.models.masks import valid_places
 from attmemo.packed.check import allowed_for
 from attmemo.packed.runner import Packed
@@ -65,13 +64,8 @@ def check_rows(
             raise not_served("a small batch from records", engine)
     allowed = allowed_for(packed, model) + _ROUNDED[storage[0]]
     valid = valid_places(several, expected.shape[1])
-    worst = difference(seen[valid], expected[valid])
-    if not worst <= allowed:
-        raise AdapterCheckError(
-            f"rows of records give last hidden states that differ by {worst:.2e} of their range "
-            f"(allowed {allowed:.0e}).",
-            UNKNOWN,
-        )
+    what = "the output of the blocks from rows of records differs from the original's"
+    require(difference(seen[valid], expected[valid]), allowed, what)
 
 
 class _Held(RowStore):

@@ -11,11 +11,9 @@ import logging
 import math
 import os
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -36,6 +34,7 @@ from attmemo.rows.index import TokenIndex, hash_of
 from attmemo.rows.layout import Placed, RowLayout
 from attmemo.rows.store import Ints, RowStore
 from attmemo.rows.throttle import Account
+from attmemo.system.locking import weakly
 
 _LOG = logging.getLogger("attmemo")
 
@@ -103,9 +102,8 @@ class GrowingRows(RowStore):
         self._noted = time.monotonic()
         self._learn(self.pool.news())
         self._filler: Filler[Offer] = Filler(self._fill, self.pool.close)
-        own = weakref.ref(self)  # neither a fork nor the exit keeps a store alive
-        os.register_at_fork(after_in_child=partial(_in_child, own))
-        self._leave = partial(_flush, own)
+        os.register_at_fork(after_in_child=weakly(self.leave_to_parent))
+        self._leave = weakly(self._end)
         atexit.register(self._leave)
 
     @property
@@ -428,20 +426,11 @@ class GrowingRows(RowStore):
         self.pool.leave_to_parent()
         self._filler.leave_to_parent()
 
+    def _end(self) -> None:
+        """At exit: what was handed over is stored, and the thread ends.
 
-def _flush(store: weakref.ref[GrowingRows]) -> None:
-    """At exit: what was handed over is stored, and the thread ends.
-
-    A thread that is inside of the graph's C++ while the interpreter ends would abort the process.
-    """
-    found = store()
-    if found is not None:
-        found.flush(_AT_EXIT)
-        found.note()
-        found._filler.close()
-
-
-def _in_child(store: weakref.ref[GrowingRows]) -> None:
-    found = store()
-    if found is not None:
-        found.leave_to_parent()
+        A thread that is inside of the graph's C++ while the interpreter ends would abort the process.
+        """
+        self.flush(_AT_EXIT)
+        self.note()
+        self._filler.close()

@@ -6,7 +6,7 @@ import fcntl
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,17 @@ def thread_lock() -> threading.RLock:
     lock = threading.RLock()
     _THREAD_LOCKS.add(lock)
     return lock
+
+
+def weakly(method: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that calls a method as long as its object lives. A hook that holds it keeps nothing alive."""
+    own = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (bound := own()) is not None:
+            bound()
+
+    return call
 
 
 _THREAD_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
