@@ -48,7 +48,7 @@ IN_A_PAUSE: Final = 16
 """Sequences that are taken in a pause whose length is known, at most."""
 BEHIND: Final = 16
 """Sequences that wait to be learned from, beside which no others do as long as pauses are used: what is asked next is
-like what was asked last."""
+like what was asked last. As many wait to be compared in 8 bits: else nothing would be learned until that is proven."""
 FILLS: Final = 0.8
 """Share of such a pause that they probably take."""
 PIECES: Final = 4
@@ -134,14 +134,14 @@ class Deferred:
         """Sequences that may wait to be learned from."""
         return max(self.room - KEPT_FREE, 0)
 
-    def takes(self, batch: int) -> bool:
-        """Whether so many sequences are to wait to be learned from."""
-        if self.spare < batch:
+    def takes(self, batch: int, kind: str = LEARNED) -> bool:
+        """Whether so many sequences are to wait, of those that may be left out: to be learned from, or 8 bits."""
+        if (self.spare if kind == LEARNED else self.room) < batch:
             return False
         if not self.idle.works:
             return True
         with self._lock:
-            return sum(len(part.places) for part in self._parts if part.kind == LEARNED) < BEHIND
+            return sum(len(part.places) for part in self._parts if part.kind == kind) < BEHIND
 
     def add(
         self, forward: Model, inputs: Inputs, mask: Tensor | None, places: Sequence[int], batch: int,

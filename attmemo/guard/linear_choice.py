@@ -206,7 +206,8 @@ class LinearChoice:
         if self._rows is None and mask is not None:
             self._account.record(tokens_in(mask), batch, thread_time() - start, reused=False)
         now = self.account.has_own and self.deferred.idle.is_busy
-        if not batch or not (now or self.deferred.room):
+        kind = f"{KIND} and exact" if opened.outcome.served else KIND
+        if not batch or not (now or self.deferred.takes(1, kind)):
             return output
         start, places = thread_time(), self._drawn(batch)
         exact = None if opened.outcome.served else self._read(output, mask)  # of some, records gave the answer
@@ -215,7 +216,7 @@ class LinearChoice:
             compare(_part(forward, inputs, mask, places, batch, compare))
             self.account.spend(thread_time() - start)
         else:
-            self.deferred.add(forward, inputs, mask, places, batch, compare, KIND if exact else f"{KIND} and exact")
+            self.deferred.add(forward, inputs, mask, places, batch, compare, kind)
         return output
 
     def _drawn(self, batch: int) -> list[int]:

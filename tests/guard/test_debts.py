@@ -22,6 +22,7 @@ from attmemo.guard.deferred import AT_ONCE, IN_A_PAUSE, Deferred, Part
 from attmemo.guard.failures import FAILS
 from attmemo.guard.guard import Guard
 from attmemo.guard.idle import GAPS, Idle
+from attmemo.guard.linear_choice import KIND
 from attmemo.guard.time_account import TimeAccount
 from attmemo.guard.verdict import Verdict
 
@@ -464,6 +465,14 @@ class TestDeferred:
             own.idle.ended()
         assert own.takes(own.spare), "no pause was used for a while"
         assert not own.takes(own.spare + 1)
+
+    def test_what_is_compared_in_8_bits_leaves_pauses_to_what_is_learned_from(self) -> None:
+        model, own, seen = self.made()
+        own.idle.part()
+        for kind, other in ((KIND, deferred.LEARNED), (deferred.LEARNED, f"{KIND} and exact")):
+            own.add(model, ((torch.ones(16, 4),), {}), None, range(16), 16, seen.append, kind)
+            assert not own.takes(1, kind)
+            assert own.takes(1, other)
 
     def test_without_a_model_nothing_may_wait(self) -> None:
         own = Deferred()
