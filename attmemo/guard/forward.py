@@ -368,8 +368,7 @@ class Guarded:
             for number in asking.exact:
                 guard.take_back(asking.evidence(number), asking.epoch)
         self._failures.verified()
-        if guard.stands and not stood:
-            self.planner.times.try_again()
+        self.planner.note_learned(stood)
         self._keep(found, done)
         if asking.grown:  # in shadow mode: these would have been reused, and have become records now
             self._keep_grown({part.places[number]: own for number, own in asking.grown.items()}, guard, part)

@@ -54,6 +54,9 @@ AROUND: Final = 0.15
 """Requests without reuse that a verification costs, about, beside the rows that it computes."""
 FALLS: Final = 0.7
 """Where the bound of changed answers has fallen to so much of what it was, it is tried anew what records save."""
+MOSTLY: Final = 2.0
+"""The same while there is no certificate, for what was learned in pauses: where so many times the budget may change,
+half of the answers are served."""
 
 
 class GuardedPlanner(RowPlanner):
@@ -329,7 +332,19 @@ class GuardedPlanner(RowPlanner):
         verified, found = asking.tried, asking.plan
         again = 0 if found is None else int(found.computed[verified].sum())
         self.times.record(asking.tokens, asking.sequences, seconds, found is not None, len(verified) + kept, again)
-        if verified and (highest := self.guard.rate()) <= FALLS * self._tried_at:
+        if verified:
+            self._see_rate(1.0)
+
+    def note_learned(self, stood: bool) -> None:
+        """Note that a guard learned while no request ran; `stood`: it had a certificate before."""
+        if self.guard.stands and not stood:
+            self.times.try_again()
+        else:
+            self._see_rate(MOSTLY * self.guard.budget)
+
+    def _see_rate(self, most: float) -> None:
+        """Try anew what records save, where fewer answers may change than when it was tried last, so many at most."""
+        if (highest := self.guard.rate()) <= min(FALLS * self._tried_at, most):
             self._tried_at = highest
             self.times.try_again()
 

@@ -557,7 +557,7 @@ class TestLearned:
         assert model.attmemo.flush()
         assert guard_of(model)["changes_known"] < known
 
-    def test_once_there_is_a_certificate_records_are_tried_for_requests_again(
+    def test_as_more_may_be_served_records_are_tried_for_requests_again(
         self, case: Case, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model = self.learning(case, monkeypatch)
@@ -565,11 +565,12 @@ class TestLearned:
         assert not guard.stands
         monkeypatch.setattr(model.attmemo.guarded.planner.times, "try_again", lambda: again.append(1))
         monkeypatch.setattr(model.attmemo.guarded.answers, "differ", lambda *_: False)
-        turns = 0
+        turns = before = 0
         while not guard.stands and turns < 100:
+            before = len(again)
             model.attmemo.planner._tried_before.clear()  # else an input counts once
             ask(model, BOTH)
             assert model.attmemo.flush()
             turns += 1
         assert 1 < turns < 100
-        assert again == [1]
+        assert 0 < before < len(again) <= 8, "before there is a certificate, and then"

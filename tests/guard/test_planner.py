@@ -162,3 +162,18 @@ def test_forwards_are_passed_over_once_it_is_seen_that_there_is_nothing_to_do(
 def test_without_pauses_one_input_is_learned_from_at_once(lends: bool, expected: bool) -> None:
     own: Any = SimpleNamespace(times=SimpleNamespace(always=False, lends=lends))
     assert GuardedPlanner.learns_at_once(own, SimpleNamespace(spare=100, batch=1)) is expected  # type: ignore[arg-type]
+
+
+def test_what_records_save_is_tried_anew_once_what_was_learned_in_pauses_lets_half_be_served() -> None:
+    own: Any = object.__new__(GuardedPlanner)
+    rates, tries = [0.05, 0.021, 0.019, 0.015, 0.013, 0.3, 0.3], list[int]()
+    own.guard = SimpleNamespace(stands=False, budget=0.01, rate=iter(rates).__next__)
+    own.times, own._tried_at = SimpleNamespace(try_again=lambda: tries.append(1)), 1.0
+    for expected in (0, 0, 1, 1, 2, 2):
+        own.note_learned(False)
+        assert len(tries) == expected
+    own.guard.stands = True
+    own.note_learned(True)
+    assert len(tries) == 2
+    own.note_learned(False)
+    assert len(tries) == 3, "a certificate came"
