@@ -7,8 +7,8 @@
  * rows are read where they lie.
  *
  * THIS FILE is the front: arguments and their rules, pages, storing new tokens, what each query sees, tasks and
- * threads. The arithmetic stands behind attention.h; what is computed says attend_in_torch in
- * attmemo/fastseq/serving/ops/cache_attention.py.
+ * threads. The arithmetic stands behind attention.h; attend_in_torch in
+ * attmemo/fastseq/serving/ops/cache_attention.py says what is computed.
  *
  * THE SHAPE OF THE WORK.  The R query heads that share a key-value head are queries of one task, so that each key is
  * read once for all of them; a chunk of a prompt adds its tokens as further queries, up to a tile. Where a sequence has
@@ -432,9 +432,9 @@ static bool read_grid(Grid *grid, unsigned long long data, int type, Py_ssize_t 
 PyDoc_STRVAR(
     attend_doc,
     "attend($module, tensors, output, indices, sizes, flags, slopes, isa, /)\n--\n\n"
-    "Store new keys and values in the cache and attend over it. Called by attmemo.fastseq.serving.ops.cache_attention, which has made sure\n"
-    "that the addresses are those of living tensors with these sizes and strides, and that numbers of a head are\n"
-    "neighbours in them.\n\n"
+    "Store new keys and values in the cache and attend over it. Called by\n"
+    "attmemo.fastseq.serving.ops.cache_attention, which has made sure that the addresses are those of living tensors\n"
+    "with these sizes and strides, and that numbers of a head are neighbours in them.\n\n"
     "tensors: query, key, value, cache, scale and mask, each (address, type, stride of planes, of tokens, of heads);\n"
     "types are 0 float32, 1 float16, 2 bfloat16, strides in elements, a mask's planes are its columns, address 0 for\n"
     "none. output: address. indices: seqstarts, kvstarts, cachestarts, start_pos, contiguous buffers of int64. sizes:\n"

@@ -210,11 +210,10 @@ class Deferred:
         `seconds`: so many are left, if that is known.
         """
         each, end = self.part_takes(), perf_counter() + FILLS * seconds
-        if not (seconds and each):
-            self._do_piece(AT_ONCE)
-            return bool(self._parts)
-        piece = math.ceil(min(max(int(FILLS * seconds / each), 1), IN_A_PAUSE) / PIECES)
-        for _ in range(PIECES):
+        pieces, piece = 1, AT_ONCE
+        if seconds and each:
+            pieces, piece = PIECES, math.ceil(min(max(int(FILLS * seconds / each), 1), IN_A_PAUSE) / PIECES)
+        for _ in range(pieces):
             self._do_piece(piece)
             each = self.part_takes()
             if self.idle.is_over or not each or perf_counter() + piece * each > end:
